@@ -1,0 +1,121 @@
+"""What can go wrong when a person or a program chats, as typed errors whose text is for people.
+
+Knows nothing of HTTP or of pages: `code` is the stable name that each face maps to its own form, `str(error)` the
+sentence to show, `retryable` whether the same request may work later without a change.
+"""
+
+# ruff: noqa: N818 - the names say what is the matter, as the faces spell it
+
+from __future__ import annotations
+
+
+class ChatError(Exception):
+    """Base of all errors that a face shows to whoever asked."""
+
+    code = "internal"
+    retryable = False
+
+    def __init__(self, message: str, *, code: str | None = None, retryable: bool | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = type(self).code if code is None else code
+        self.retryable = type(self).retryable if retryable is None else retryable
+
+
+class SessionNotFound(ChatError):
+    """The chat does not exist, or belongs to another user: the same answer for both."""
+
+    code = "session_not_found"
+
+    def __init__(self, session_id: str) -> None:
+        super().__init__(f"There is no chat {session_id!r}; it may have been deleted.")
+
+
+class SessionBusy(ChatError):
+    """A reply is being written in this chat; one turn at a time."""
+
+    code = "session_busy"
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__("A reply is still being written in this chat; wait for it or stop it first.")
+
+
+class EmptyMessage(ChatError):
+    """Nothing but white space was sent."""
+
+    code = "empty_message"
+
+    def __init__(self) -> None:
+        super().__init__("The message is empty; write something first.")
+
+
+class NothingToRetry(ChatError):
+    """A retry was asked for where no user message is."""
+
+    code = "nothing_to_retry"
+
+    def __init__(self) -> None:
+        super().__init__("There is no message to answer again in this chat; send one first.")
+
+
+class PromptTooLong(ChatError):
+    """The conversation with the new message does not fit the model's context. `prompt_tokens` and `limit` in tokens."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, prompt_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"The conversation with this message is {prompt_tokens:,} tokens, but the model's context holds {limit:,} "
+            f"and a reply needs at least one of them; shorten the message by {prompt_tokens - limit + 1:,} tokens or "
+            "start a new chat."
+        )
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+
+
+class NotReady(ChatError):
+    """The engine is loading, restarting or has failed; the sentence says which."""
+
+    code = "not_ready"
+    retryable = True
+
+
+class TemplateError(ChatError):
+    """The model's chat template refuses these messages (a role it does not know, two user turns in a row, …)."""
+
+    code = "template_error"
+
+
+class InvalidText(ChatError):
+    """A text that no file and no tokenizer can hold, such as one with lone surrogates."""
+
+    code = "invalid_text"
+
+
+class InvalidRequest(ChatError):
+    """A value out of its range; `param` names it as the caller spelt it."""
+
+    code = "invalid_value"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineFailed(ChatError):
+    """The engine ended the turn with an error of its own; the sentence is the engine's."""
+
+    code = "engine_error"
+
+
+def check_text(text: str, what: str) -> str:
+    """`text` itself; raises InvalidText when it cannot be written as UTF-8. `what` names it ("message", "title")."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidText(
+            f"The {what} holds half a character (U+{ord(text[error.start]):04X}) at position {error.start}; "
+            "paste it again or remove that character."
+        ) from None
+    return text

@@ -1,0 +1,129 @@
+"""The values that the chat service hands to its faces: frozen, complete in themselves, safe to keep.
+
+Knows nothing of where they come from. Token counts are tokens, durations seconds, times seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.protocol import FinishReason, Sampling
+
+Role = Literal["system", "user", "assistant"]
+Status = Literal["complete", "streaming", "interrupted", "stopped", "failed"]
+TurnState = Literal["waiting", "reading", "writing", "done"]
+
+RETRYABLE_STATUSES: frozenset[Status] = frozenset({"interrupted", "stopped", "failed"})
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """How one reply is to be made.
+
+    `sampling` None: what the model itself recommends. `max_tokens` None: what the context leaves, at most
+    `DEFAULT_MAX_TOKENS` of the service. `stop`: the reply ends before the first of these strings.
+    """
+
+    sampling: Sampling | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one reply cost. `prompt_tokens` = `reused_tokens` + `computed_tokens`.
+
+    `ttft_s` runs from `send` to the first text, `tpot_s` is the mean time per output token after the first; None when
+    there was no text, or only one token. `recomputed_tokens` were read again because the pool was full meanwhile.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+    recomputed_tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens a second after the first one; None when it cannot be said."""
+        return 1.0 / self.tpot_s if self.tpot_s else None
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """One line of the list of chats. `title` is "" until the first message is sent; `running`: a reply is coming."""
+
+    id: str
+    title: str
+    updated_at: float
+    running: bool = False
+
+
+@dataclass(frozen=True)
+class MessageView:
+    """One message as it is shown. `error` is a sentence for people, `figures` None for messages that are no replies."""
+
+    id: str
+    role: Role
+    text: str
+    status: Status = "complete"
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    figures: Figures | None = None
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class SessionDetail:
+    """A whole chat along its current path; `messages` has no system message, that text is `system_prompt`.
+
+    `context_tokens` is what the path's messages fill of the model's context of `context_length` (0: not known yet).
+    `system_prompt` "" is the model's own default. It can be changed until the first message is sent
+    (`system_prompt_fixed`).
+    """
+
+    id: str
+    title: str
+    updated_at: float
+    running: bool
+    system_prompt: str
+    messages: tuple[MessageView, ...]
+    context_tokens: int = 0
+    context_length: int = 0
+
+    @property
+    def system_prompt_fixed(self) -> bool:
+        """Whether messages were sent already, so that the system prompt belongs to what the model has read."""
+        return bool(self.messages)
+
+    @property
+    def can_retry(self) -> bool:
+        """Whether the last message waits for a reply, or has one that did not complete; never while one is coming."""
+        if not self.messages or self.running:
+            return False
+        last = self.messages[-1]
+        return last.role == "user" or last.status in RETRYABLE_STATUSES
+
+
+@dataclass(frozen=True)
+class TurnView:
+    """A reply in the making. `text` is all of it so far; `status` is None until `state` is "done".
+
+    While "reading", `reused + read` of `total` prompt tokens are there. `retryable` says whether `retry` may help.
+    """
+
+    session_id: str
+    message_id: str
+    state: TurnState = "waiting"
+    text: str = ""
+    reused: int = 0
+    read: int = 0
+    total: int = 0
+    status: Status | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    retryable: bool = False
+    figures: Figures | None = None
