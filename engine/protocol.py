@@ -7,9 +7,12 @@ exactly one answer that carries the same `call_id`. Token counts are tokens, siz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+
+from engine.config import EngineConfig
 
 type_ = "type"  # the field that names a message's class on the wire
 
@@ -41,6 +44,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
+
+
+class Start(Message):
+    """The first command to a new process: load this model, then answer with `Loading`… and `Ready` or `LoadFailed`."""
+
+    config: EngineConfig
 
 
 class Submit(Message):
@@ -100,7 +109,7 @@ class Shutdown(Message):
     """Leave the loop and end the process."""
 
 
-Command = Submit | Cancel | Drop | Estimate | GetSnapshot | Check | Shutdown
+Command = Start | Submit | Cancel | Drop | Estimate | GetSnapshot | Check | Shutdown
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -151,7 +160,7 @@ class Ready(Message):
 
 
 class Progress(Message):
-    """A request's place: waiting for room, or reading its prompt. `reused + read` of `total` prompt tokens are there."""
+    """A request's place: waiting for room, or reading its prompt: `reused + read` of `total` tokens are there."""
 
     request_id: str
     state: Literal["waiting", "reading"]
@@ -255,23 +264,25 @@ class Checked(Message):
     violations: list[str]
 
 
-Event = Loading | LoadFailed | Ready | Progress | Tokens | Finished | Rejected | Dropped | Estimated | Snapshot | Checked
+Event = (
+    Loading | LoadFailed | Ready | Progress | Tokens | Finished | Rejected | Dropped | Estimated | Snapshot | Checked
+)
 
 _encoder = msgspec.msgpack.Encoder()
-_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_commands: msgspec.msgpack.Decoder[list[Command]] = msgspec.msgpack.Decoder(list[Command])
+_events: msgspec.msgpack.Decoder[list[Event]] = msgspec.msgpack.Decoder(list[Event])
 
 
-def encode(message: Command | Event) -> bytes:
-    """One message as MessagePack bytes."""
-    return _encoder.encode(message)
+def encode(messages: Sequence[Command] | Sequence[Event]) -> bytes:
+    """One frame: messages in order, as MessagePack."""
+    return _encoder.encode(messages)
 
 
-def decode_command(data: bytes) -> Command:
-    """The command in `data`; raises `msgspec.ValidationError` when it is none."""
-    return _commands.decode(data)
+def decode_commands(frame: bytes) -> list[Command]:
+    """The commands in a frame; raises `msgspec.ValidationError` when they are none."""
+    return _commands.decode(frame)
 
 
-def decode_event(data: bytes) -> Event:
-    """The event in `data`; raises `msgspec.ValidationError` when it is none."""
-    return _events.decode(data)
+def decode_events(frame: bytes) -> list[Event]:
+    """The events in a frame; raises `msgspec.ValidationError` when they are none."""
+    return _events.decode(frame)

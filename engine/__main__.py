@@ -1,0 +1,43 @@
+"""`python -m engine`: one engine process. Frames of commands come in on standard input, of events go out on output.
+
+It ends when its input does, so it never outlives whoever started it, however that one ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from engine.channel import Channel
+from engine.protocol import Event, decode_commands, encode
+
+
+def main() -> None:
+    """Serve one peer until it says `Shutdown` or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the web side ends us in order
+    logging.basicConfig(level=os.environ.get("KEEPWARM_ENGINE_LOG", "WARNING"), format="engine: %(message)s")
+    # A library that prints must not spoil the frames: they get a descriptor of their own, prints go to standard error.
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+
+    from engine.loop import Engine  # heavy: torch and transformers
+
+    def send(events: Sequence[Event]) -> None:
+        channel.send(encode(events))
+
+    def receive(frame: bytes) -> None:
+        for command in decode_commands(frame):
+            engine.inbox.put(command)
+
+    engine = Engine(send)
+    channel = Channel(sys.stdin.buffer, output, receive, lambda: os._exit(0))
+    channel.start()
+    engine.run()
+    channel.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""The web side's hand on the engine: starts the process, carries commands and events, restarts it when it dies.
+
+One asyncio loop owns a client. It knows the protocol and nothing of chats; every wait ends, whatever the engine does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from engine.channel import Channel
+from engine.config import EngineConfig
+from engine.errors import EngineUnavailable
+from engine.protocol import (
+    Cancel,
+    Capabilities,
+    Check,
+    Checked,
+    Command,
+    Drop,
+    Dropped,
+    Estimate,
+    Estimated,
+    Event,
+    Finished,
+    GetSnapshot,
+    LoadFailed,
+    Loading,
+    Phase,
+    Progress,
+    Ready,
+    Rejected,
+    Shutdown,
+    Snapshot,
+    Start,
+    Submit,
+    Tokens,
+    decode_events,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0  # how long the engine may take to end by itself
+CRASHES, CRASH_WINDOW_S = 3, 120.0  # that many deaths in that time, and it is not started again
+
+StreamEvent = Progress | Tokens | Finished | Rejected
+Answer = Dropped | Estimated | Snapshot | Checked
+A = TypeVar("A", Dropped, Estimated, Snapshot, Checked)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Where the engine is. `stage` with `done` of `total` says how far a load has come (total 0: unknown).
+
+    `message` says why it failed or restarts; `capabilities` are there once it is ready.
+    """
+
+    phase: Phase
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    capabilities: Capabilities | None = None
+
+
+class EngineClient:
+    """One engine, as seen from the web side. Made for one asyncio loop; no method may be called from another thread.
+
+    With `in_thread`, the engine runs in a thread of this process: for tests that want to look inside or save time.
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, in_thread: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._in_thread = in_thread
+        self._clock = clock
+        self._state = EngineState("stopped")
+        self._changed = asyncio.Event()
+        self._streams: dict[str, asyncio.Queue[StreamEvent]] = {}
+        self._calls: dict[str, asyncio.Future[Answer]] = {}
+        self._numbers = itertools.count()
+        self._crashes: deque[float] = deque(maxlen=CRASHES)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._ended = asyncio.Event()
+        self._closing = False
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """The state now; `watch` follows it."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id, if it is a process and has been started."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the engine and return at once; `wait_ready` or `watch` tell the rest."""
+        self._closing = False
+        self._spawn("loading", "")
+
+    async def close(self) -> None:
+        """End the engine, by force after a second. Streams and calls that still wait end as if it had died."""
+        self._closing = True
+        if self._channel is not None:
+            if self._state.phase == "ready":  # while it loads it cannot listen, and has nothing to save
+                self._channel.send(encode([Shutdown()]))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), CLOSE_SECONDS)
+            self._channel.close(timeout=0.1)
+        if self._process is not None:
+            if self._process.poll() is None and not self._ended.is_set():
+                self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        self._abandon("the engine was stopped")
+        self._set(EngineState("stopped"))
+
+    async def wait_ready(self) -> Capabilities:
+        """The capabilities, once the engine is ready. Raises `EngineUnavailable` when it failed or was stopped."""
+        async for state in self.watch():
+            if state.capabilities is not None and state.phase == "ready":
+                return state.capabilities
+            if state.phase in ("failed", "stopped"):
+                raise EngineUnavailable(state.message or "the engine is stopped")
+        raise AssertionError("watch never ends")
+
+    async def watch(self) -> AsyncIterator[EngineState]:
+        """The state now, then each change. A slow reader may miss states in between, never the latest."""
+        seen: EngineState | None = None
+        while True:
+            changed = self._changed
+            if seen is not self._state:
+                seen = self._state
+                yield seen
+            else:
+                await changed.wait()
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    async def stream(self, submit: Submit) -> AsyncIterator[StreamEvent]:
+        """Submit, then yield what comes of it until the last `Finished`, or one `Rejected`.
+
+        Closing the iterator early cancels the request. An engine that is not ready, or dies, is a `Rejected` with
+        `retryable` set. Consumers may be slow: events wait for them here, the engine does not.
+        """
+        if self._state.phase != "ready":
+            yield self._not_ready(submit.request_id)
+            return
+        if submit.request_id in self._streams:
+            raise ValueError(f"request id {submit.request_id!r} is in use")
+        events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._streams[submit.request_id] = events
+        left = submit.n
+        try:
+            self._send(submit)
+            while left > 0:
+                event = await events.get()
+                if isinstance(event, Finished):
+                    left -= 1
+                elif isinstance(event, Rejected):
+                    left = 0
+                yield event
+        finally:
+            del self._streams[submit.request_id]
+            if left > 0:
+                self._send(Cancel(request_id=submit.request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """Stop a request within one step; its stream ends with `Finished(reason="cancelled")`."""
+        self._send(Cancel(request_id=request_id))
+
+    async def drop(self, session_id: str) -> Dropped:
+        """Forget every block that only this session holds."""
+        return await self._call(Drop(call_id=self._call_id(), session_id=session_id), Dropped)
+
+    async def estimate(self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0) -> Estimated:
+        """What a prompt would find in the cache now."""
+        call = Estimate(call_id=self._call_id(), token_ids=token_ids, salt=salt, shared_len=shared_len)
+        return await self._call(call, Estimated)
+
+    async def snapshot(self) -> Snapshot:
+        """Gauges and counters."""
+        return await self._call(GetSnapshot(call_id=self._call_id()), Snapshot)
+
+    async def check(self) -> Checked:
+        """Run the conservation law on the live engine."""
+        return await self._call(Check(call_id=self._call_id()), Checked)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _call_id(self) -> str:
+        return f"call-{next(self._numbers)}"
+
+    async def _call(self, command: Drop | Estimate | GetSnapshot | Check, answer: type[A]) -> A:
+        if self._state.phase != "ready":
+            raise EngineUnavailable(self._not_ready("").message)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._calls[command.call_id] = future
+        try:
+            self._send(command)
+            result = await future
+        finally:
+            del self._calls[command.call_id]
+        if not isinstance(result, answer):
+            raise TypeError(f"{type(command).__name__} was answered by {type(result).__name__}")
+        return result
+
+    def _send(self, command: Command) -> None:
+        if self._channel is not None:
+            self._channel.send(encode([command]))
+
+    def _not_ready(self, request_id: str) -> Rejected:
+        state = self._state
+        why = {"loading": f"the model is still loading ({state.stage})", "restarting": state.message}
+        message = why.get(state.phase) or state.message or f"the engine is {state.phase}"
+        return Rejected(request_id=request_id, code="not_ready", message=message, retryable=True)
+
+    def _set(self, state: EngineState) -> None:
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _spawn(self, phase: Phase, message: str) -> None:
+        self._set(EngineState(phase, stage="starting the engine", message=message))
+        loop, generation = asyncio.get_running_loop(), object()
+        self._ended = ended = asyncio.Event()
+        self._generation = generation
+
+        def on_frame(frame: bytes) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._on_frame, generation, frame)
+
+        def on_end() -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._on_end, generation, ended)
+
+        if self._in_thread:
+            self._channel = _thread_channel(on_frame, on_end)
+        else:
+            self._process, self._channel = _process_channel(on_frame, on_end)
+        self._send(Start(config=self._config))
+
+    def _on_frame(self, generation: object, frame: bytes) -> None:
+        if generation is not self._generation:
+            return
+        for event in decode_events(frame):
+            self._on_event(event)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case Loading():
+                self._set(replace(self._state, stage=event.stage, done=event.done, total=event.total))
+            case Ready():
+                self._set(EngineState("ready", capabilities=event.capabilities))
+            case LoadFailed():
+                self._set(EngineState("failed", message=event.message))
+            case Dropped() | Estimated() | Snapshot() | Checked():
+                future = self._calls.get(event.call_id)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            case _:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.put_nowait(event)
+
+    def _on_end(self, generation: object, ended: asyncio.Event) -> None:
+        ended.set()
+        if generation is not self._generation or self._closing or self._state.phase == "failed":
+            return
+        reason = f"the engine stopped unexpectedly{self._exit_words()}"
+        log.warning("%s", reason)
+        self._abandon(reason)
+        now = self._clock()
+        self._crashes.append(now)
+        if len(self._crashes) == CRASHES and now - self._crashes[0] < CRASH_WINDOW_S:
+            self._set(EngineState("failed", message=f"{reason}, {CRASHES} times in a row; see the log, then restart"))
+        else:
+            self._spawn("restarting", f"{reason}; it is being restarted")
+
+    def _exit_words(self) -> str:
+        if self._process is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(timeout=0.2)
+            with contextlib.suppress(ValueError):
+                return f" ({signal.Signals(-code).name})" if code < 0 else f" (exit code {code})"
+        return ""
+
+    def _abandon(self, reason: str) -> None:
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(Rejected(request_id=request_id, code="engine_died", message=reason, retryable=True))
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+
+
+def _process_channel(
+    on_frame: Callable[[bytes], None], on_end: Callable[[], None]
+) -> tuple[subprocess.Popen[bytes], Channel]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a Ctrl-C in the terminal is for the web side, which ends the engine in order
+    )
+    if process.stdin is None or process.stdout is None:
+        raise AssertionError("both pipes were asked for")
+    channel = Channel(process.stdout, process.stdin, on_frame, on_end)
+    channel.start()
+    return process, channel
+
+
+def _thread_channel(on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> Channel:
+    from engine.loop import Engine
+    from engine.protocol import decode_commands
+
+    (engine_in, to_engine), (from_engine, engine_out) = os.pipe(), os.pipe()
+
+    def receive(frame: bytes) -> None:
+        for command in decode_commands(frame):
+            engine.inbox.put(command)
+
+    def serve() -> None:
+        try:
+            engine.run()
+        finally:
+            inner.close()
+
+    engine = Engine(lambda events: inner.send(encode(events)))
+    inner = Channel(
+        os.fdopen(engine_in, "rb"), os.fdopen(engine_out, "wb"), receive, lambda: engine.inbox.put(Shutdown())
+    )
+    outer = Channel(os.fdopen(from_engine, "rb"), os.fdopen(to_engine, "wb"), on_frame, on_end)
+    inner.start()
+    outer.start()
+    threading.Thread(target=serve, name="engine", daemon=True).start()
+    return outer
+
+
+def new_request_id() -> str:
+    """A fresh request id."""
+    return uuid.uuid4().hex

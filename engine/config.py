@@ -1,0 +1,24 @@
+"""What an engine is started with. Plain values, checked where they are used: loading names a bad one and its fix."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one engine process.
+
+    `model` is "smollm2" (the embedded default), a Hugging Face directory or hub id, or a GGUF file. `device` is auto,
+    cpu, cuda or mps; `dtype` auto, float32, bfloat16 or float16. `device_kv` is the pool's size in bytes; None takes
+    two full contexts, and at least 256 MiB. `block_size` is in tokens. Converted weights are kept in `cache_dir`.
+    `threads` is torch's thread count on the CPU; None takes one per core. `max_batch_tokens` bounds one forward pass.
+    """
+
+    cache_dir: str
+    model: str = "smollm2"
+    device: str = "auto"
+    dtype: str = "auto"
+    device_kv: int | None = None
+    block_size: int = 32
+    threads: int | None = None
+    max_batch_tokens: int = 512

@@ -1,0 +1,165 @@
+"""Attention over the paged pool: one function that transformers calls in every layer of any model it serves.
+
+It writes the step's K and V into pool slots, then attends by block table. It knows rows, slots and lengths (a
+`PagedContext`, built once a step), and nothing of requests, sessions or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own convention
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from engine.batch import Batch, Row
+
+IMPLEMENTATION = "keepwarm_paged"
+Layer = Callable[
+    [int], tuple[torch.Tensor, torch.Tensor]
+]  # layer index → its K and V, [blocks, block_size, heads, dim]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One row of the step: `count` query tokens from packed offset `offset`, the last of `length` tokens in all.
+
+    Its keys lie in consecutive pool slots from `first_slot`, or, where its blocks are scattered, at `slots` [length].
+    """
+
+    offset: int
+    count: int
+    length: int
+    first_slot: int
+    slots: torch.Tensor | None
+
+
+@dataclass
+class PagedContext:
+    """What every layer of one step needs: where to write, and what each row may read. Masks are made once a step."""
+
+    layer: Layer
+    write_slots: torch.Tensor  # [tokens], the slot of each packed token
+    spans: list[Span]
+    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, batch: Batch, block_size: int, layer: Layer, device: torch.device) -> PagedContext:
+        """The context of a batch whose block tables are `block_size` tokens a block."""
+        spans: list[Span] = []
+        writes: list[torch.Tensor] = []
+        offset = 0
+        for row in batch.rows:
+            slots = _slots(row, block_size)
+            first = row.block_ids[0] * block_size
+            scattered = any(b != row.block_ids[0] + i for i, b in enumerate(row.block_ids))
+            spans.append(Span(offset, len(row.token_ids), len(slots), first, slots.to(device) if scattered else None))
+            writes.append(slots[row.start :])
+            offset += len(row.token_ids)
+        return cls(layer=layer, write_slots=torch.cat(writes).to(device), spans=spans)
+
+    def mask(self, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """What row `index` may see, [count, length] bool, True is visible; None when it sees everything."""
+        key = (index, window)
+        if key not in self.masks:
+            self.masks[key] = _mask(self.spans[index], window, device)
+        return self.masks[key]
+
+
+def _slots(row: Row, block_size: int) -> torch.Tensor:
+    length = row.start + len(row.token_ids)
+    blocks = torch.tensor(row.block_ids, dtype=torch.long)[: -(-length // block_size)]
+    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+
+
+def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+    if span.count == 1 and (window is None or span.length <= window):
+        return None
+    keys = torch.arange(span.length, device=device)
+    queries = torch.arange(span.length - span.count, span.length, device=device)[:, None]
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    paged: PagedContext,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface for a packed step: query [1, heads, tokens, dim], key, value [1, kv_heads, …].
+
+    Returns [1, tokens, heads, dim] and no weights. `scaling` multiplies the scores (None: 1/sqrt(dim)), `softcap` bends
+    them by tanh, `sliding_window` hides all but that many last keys, `s_aux` [heads] are the attention sinks.
+    """
+    keys, values = (pool.flatten(0, 1) for pool in paged.layer(module.layer_idx))
+    keys[paged.write_slots] = key[0].transpose(0, 1)
+    values[paged.write_slots] = value[0].transpose(0, 1)
+    output = torch.empty_like(query[0].transpose(0, 1))
+    for index, span in enumerate(paged.spans):
+        where = slice(span.first_slot, span.first_slot + span.length) if span.slots is None else span.slots
+        q = query[:, :, span.offset : span.offset + span.count]
+        k, v = (pool[where].transpose(0, 1)[None] for pool in (keys, values))
+        mask = paged.mask(index, sliding_window, query.device)
+        if softcap is None and s_aux is None:
+            result = _attend(q, k, v, mask, scaling)
+        else:
+            result = _attend_explicitly(q, k, v, mask, scaling, softcap=softcap, sinks=s_aux)
+        output[span.offset : span.offset + span.count] = result[0].transpose(0, 1)
+    return output[None], None
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    if q.shape[2] == 1 and mask is None:
+        # One query per head that sees every key: the heads of a group become rows of one query matrix, so that
+        # grouped K and V are read once, without being repeated.
+        grouped = q.view(1, k.shape[1], -1, q.shape[3])
+        return F.scaled_dot_product_attention(grouped, k, v, scale=scaling).view(q.shape)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _attend_explicitly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The textbook formula in float32, for what fused kernels do not take: softcap (gemma2) and sinks (gpt-oss)."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = (q @ k.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(dim=-1).to(v.dtype) @ v
+    sink_column = sinks.float().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
+    weights = torch.cat([scores, sink_column], dim=-1).softmax(dim=-1)[..., :-1]
+    return weights.to(v.dtype) @ v
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """transformers' mask interface: masks are made per row, from lengths, by the attention function itself."""
+
+
+AttentionInterface.register(IMPLEMENTATION, paged_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
