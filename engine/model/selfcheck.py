@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache
 
 from engine.batch import Batch, Draw, Row
 from engine.cache.pool import KVPool
@@ -43,15 +42,15 @@ def probe(loaded: LoadedModel) -> KVShape:
     """
     name = loaded.prepared.name
     module = loaded.module
-    cache = DynamicCache(config=module.config)
     module.set_attn_implementation("eager")
     try:
-        module(input_ids=torch.tensor([[0, 1]], device=loaded.device), past_key_values=cache, use_cache=True)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        output = module(input_ids=torch.tensor([[0, 1]], device=loaded.device), use_cache=True)
+        cache = output["cache"] if "cache" in output else output["past_key_values"]
+        layers = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelLoadError(f"{name} cannot be served: its cache is not one of keys and values ({error})") from error
     finally:
         module.set_attn_implementation(IMPLEMENTATION)
-    layers = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     if any(not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 for k, v in layers):
         raise ModelLoadError(f"{name} cannot be served: not every layer keeps keys and values")
     shapes = {(k.shape[1], k.shape[3]) for k, _ in layers} | {(v.shape[1], v.shape[3]) for _, v in layers}

@@ -1,0 +1,83 @@
+"""The sampler: what each parameter does to a row, and that random numbers depend on seed and position alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.batch import Draw
+from engine.errors import StepError
+from engine.model.sampler import sample, uniform
+from engine.protocol import Sampling
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 2.9]])
+
+
+def draw(
+    position: int = 0, seed: int = 7, prompt: list[int] | None = None, reply: list[int] | None = None, **kw
+) -> Draw:
+    return Draw(sampling=Sampling(**kw), seed=seed, position=position, prompt_ids=prompt or [], reply_ids=reply or [])
+
+
+def frequencies(count: int = 4000, **kw) -> list[float]:
+    """How often each id is drawn over `count` positions."""
+    drawn = sample(LOGITS.expand(count, -1), [draw(position=i, **kw) for i in range(count)])
+    return (torch.bincount(torch.tensor(drawn), minlength=5) / count).tolist()
+
+
+def test_greedy_takes_the_largest() -> None:
+    assert sample(LOGITS, [draw()]) == [1]
+
+
+@pytest.mark.parametrize("kw", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_each_warper_at_its_tightest_is_greedy(kw: dict) -> None:
+    assert frequencies(50, **{"temperature": 1.0, **kw}) == [0, 1, 0, 0, 0]
+
+
+def test_draws_follow_the_softmax() -> None:
+    assert frequencies(temperature=1.0) == pytest.approx(LOGITS[0].softmax(0).tolist(), abs=0.02)
+    assert frequencies(temperature=2.0) == pytest.approx((LOGITS[0] / 2).softmax(0).tolist(), abs=0.02)
+
+
+def test_top_k_and_top_p_and_min_p_cut_the_tail() -> None:
+    assert [f > 0 for f in frequencies(temperature=1.0, top_k=2)] == [False, True, False, False, True]
+    assert [f > 0 for f in frequencies(temperature=1.0, top_p=0.8)] == [False, True, True, False, True]
+    assert [f > 0 for f in frequencies(temperature=1.0, min_p=0.5)] == [False, True, False, False, True]
+
+
+def test_penalties_move_the_choice() -> None:
+    assert sample(LOGITS, [draw(reply=[1], presence_penalty=0.2)]) == [4]
+    assert sample(LOGITS, [draw(reply=[1], frequency_penalty=0.2)]) == [4]
+    assert sample(LOGITS, [draw(reply=[1, 4, 4], frequency_penalty=0.2)]) == [1]
+    assert sample(LOGITS, [draw(prompt=[1], repetition_penalty=1.2)]) == [4]
+    assert sample(LOGITS, [draw(prompt=[1], presence_penalty=2.0, frequency_penalty=2.0)]) == [1]  # the reply's only
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    one = draw(position=3, temperature=1.0)
+    others = [draw(position=i, seed=i, temperature=1.0) for i in range(5)]
+    alone = sample(LOGITS, [one])
+    among = sample(LOGITS.expand(6, -1), [*others[:2], one, *others[2:]])
+    assert among[2] == alone[0]
+    assert uniform(7, 3) == uniform(7, 3)
+    assert len({uniform(seed, position) for seed in range(20) for position in range(20)}) == 400
+    assert all(0 <= uniform(2**64 - 1, position) < 1 for position in range(100))
+
+
+def test_an_impossible_token_is_never_drawn() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
+    drawn = sample(logits.expand(500, -1), [draw(position=i, temperature=1.0) for i in range(500)])
+    assert set(drawn) == {1}
+
+
+def test_logits_that_are_not_numbers_are_an_error() -> None:
+    with pytest.raises(StepError, match="NaN"):
+        sample(torch.tensor([[0.0, float("nan")]]), [draw()])
+
+
+def test_a_mixed_batch_keeps_its_order() -> None:
+    draws = [draw(), draw(temperature=1.0, top_k=1), replace(draw(), reply_ids=[1])]
+    rows = torch.stack([LOGITS[0], LOGITS[0].flip(0), LOGITS[0]])
+    assert sample(rows, draws) == [1, 3, 1]
