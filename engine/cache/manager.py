@@ -1,0 +1,271 @@
+"""Who holds which block of the pool: finding, leasing, publishing, forgetting. The one owner of every block.
+
+It knows nothing of tensors, requests or time. "No room" is a return value; a broken invariant raises `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.cache.block import Block, Lease, Scope
+from engine.cache.free import FreeBlocks
+from engine.cache.idle import IdleBlocks
+from engine.cache.index import PrefixIndex
+
+CopyTokens = Callable[[int, int, int], None]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the index holds of a prompt: `full` blocks from the start, then `tail_tokens` leading tokens of `tail`.
+
+    `adopt`: the tail can be continued in place; otherwise its tokens are copied. `reused` counts all of them.
+    """
+
+    full: tuple[Block, ...]
+    reused: int
+    tail: Block | None = None
+    tail_tokens: int = 0
+    adopt: bool = False
+
+    def without_copy(self) -> Match:
+        """The same without the copied tokens: a copy needs a block more than it saves."""
+        return self if self.adopt else Match(self.full, self.reused - self.tail_tokens)
+
+
+class BlockManager:
+    """Bookkeeping of `total_blocks` blocks of `block_size` tokens; each is free, leased or idle.
+
+    `copy_tokens(source, target, count)` copies K/V between blocks at once; `on_free(block_id)` is told of every block
+    that is destroyed. `fingerprint` stands for all that makes K/V comparable: weights, dtype, layout.
+    """
+
+    def __init__(
+        self,
+        total_blocks: int,
+        block_size: int,
+        *,
+        fingerprint: bytes,
+        copy_tokens: CopyTokens,
+        on_free: Callable[[int], None] | None = None,
+    ) -> None:
+        self.total_blocks, self.block_size = total_blocks, block_size
+        self.free = FreeBlocks(total_blocks)
+        self.idle = IdleBlocks(maxsize=total_blocks)
+        self.index = PrefixIndex(fingerprint)
+        self.blocks: dict[int, Block] = {}
+        self.leases: set[Lease] = set()
+        self.evicted_blocks = 0
+        self.reused_tokens = 0
+        self._copy_tokens, self._on_free = copy_tokens, on_free
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+
+    #             0             bs            2 bs          3 bs              len - 1
+    #   prompt    |-------------|-------------|-------------|------------------|x|     x: the last token is always
+    #   index     [    full     ][    full    ][ tail: a b c d … ]                      computed, for its logits
+    #   reused    |=============|=============|======|
+    #              leased as it is              a b c: copied into a private block, or continued in place where the
+    #                                           tail is this session's, idle, and ends where the match ends
+    #   computed                                     |------|------------------|-|
+    #
+    # When the prompt ends with a full cached block, x cuts it: its other tokens are then a tail of bs - 1 and copied.
+    def match(self, scope: Scope, token_ids: Sequence[int]) -> Match:
+        """What of `token_ids` is there now, at most all but the last. Changes nothing, not even recency."""
+        size, limit = self.block_size, max(0, len(token_ids) - 1)
+        full: list[Block] = []
+        parent = self.index.root
+        for start in range(0, limit - size + 1, size):
+            block = self.index.full(parent, token_ids[start : start + size], scope.salt_at(len(full), size))
+            if block is None or block.hash is None:
+                break
+            full.append(block)
+            parent = block.hash
+        start = len(full) * size
+        rest = token_ids[start : min(start + size, limit)]
+        best = Match(tuple(full), start)
+        for count, block in self.index.longest(parent, rest, scope.salt_at(len(full), size)):
+            adopt = self._can_continue(block, count, scope)
+            if (count, adopt) > (best.tail_tokens, best.adopt):
+                best = Match(tuple(full), start + count, block, count, adopt)
+        return best
+
+    def _can_continue(self, block: Block, count: int, scope: Scope) -> bool:
+        whole = block.hash is None and count == len(block.token_ids)
+        return whole and block.leases == 0 and block.holders <= {scope.session_id}
+
+    # --- leasing ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, scope: Scope, token_ids: Sequence[int], spare: int = 1) -> Lease | None:
+        """A lease with blocks for all of `token_ids`, of which `lease.computed` tokens are there already.
+
+        None when those blocks and `spare` more cannot be had; then nothing has changed. What the lease finds is held
+        before anything is evicted.
+        """
+        match = self.match(scope, token_ids)
+        lease = self._lease(scope, match, len(token_ids), spare)
+        if lease is None and match.tail is not None:
+            lease = self._lease(scope, match.without_copy(), len(token_ids), spare)
+        if lease is not None:
+            self.reused_tokens += lease.reused
+        return lease
+
+    def _lease(self, scope: Scope, match: Match, length: int, spare: int) -> Lease | None:
+        found = [*match.full, match.tail] if match.tail is not None else list(match.full)
+        kept = found if match.adopt else list(match.full)
+        fresh = self.blocks_for(length) - len(kept)
+        if fresh + spare > self._room() - sum(block.leases == 0 for block in found):
+            return None
+        source = match.tail if not match.adopt else None
+        lease = Lease(scope, kept, match.reused, match.reused)
+        self.leases.add(lease)
+        for block in kept:
+            self._hold(block, scope)
+        if source is not None:
+            self._hold(source)
+        try:
+            self._grow(lease, fresh)
+            if source is not None:
+                self._copy(lease, source, match.tail_tokens)
+        except BaseException:
+            self._let_go([source] if source is not None else [])  # before its parents, like every tail
+            self.release(lease)
+            raise
+        self._let_go([source] if source is not None else [])
+        return lease
+
+    def extend(self, lease: Lease, length: int) -> bool:
+        """Give the lease blocks for `length` tokens in all; False when there is no room, and nothing has changed."""
+        missing = max(0, self.blocks_for(length) - len(lease.blocks))
+        if missing > self._room():
+            return False
+        self._grow(lease, missing)
+        return True
+
+    def commit(self, lease: Lease, token_ids: Sequence[int]) -> None:
+        """Publish the K/V of the next `token_ids`, which the forward pass has completed.
+
+        A block that becomes full and is there already gives way to the first one.
+        """
+        done = 0
+        while done < len(token_ids):
+            number, filled = divmod(lease.computed, self.block_size)
+            block = lease.blocks[number]
+            if len(block.token_ids) != filled or block.leases != 1:
+                raise RuntimeError(f"block {block.id} is not this lease's to fill at token {lease.computed}")
+            part = token_ids[done : done + self.block_size - filled]
+            block.token_ids.extend(part)
+            done += len(part)
+            lease.computed += len(part)
+            self._publish(lease, number)
+
+    def release(self, lease: Lease) -> None:
+        """End the lease. Its computed tokens stay as idle blocks; blocks that hold nothing to be found are freed."""
+        self.leases.remove(lease)
+        self._let_go(lease.blocks)
+
+    # --- forgetting -------------------------------------------------------------------------------------------------
+
+    def evict(self, block: Block) -> None:
+        """Destroy a block: out of the index, out of the idle ones, its slot free. Everything that ends one calls this.
+
+        Raises `RuntimeError` for a block that is leased or that others continue.
+        """
+        if block.leases:
+            raise RuntimeError(f"block {block.id} is leased and cannot be evicted")
+        self.evicted_blocks += block.parent_hash is not None
+        self.index.remove(block)
+        self.idle.pop(block.id, None)
+        del self.blocks[block.id]
+        self.free.add(block.id)
+        if self._on_free is not None:
+            self._on_free(block.id)
+
+    def evict_idle(self, count: int) -> int:
+        """Evict up to `count` idle blocks, in the order of the idle ones; how many went."""
+        count = min(count, len(self.idle))
+        for _ in range(count):
+            self.evict(self.idle.popitem()[1])
+        return count
+
+    def drop(self, session_id: str) -> int:
+        """Forget a session, and evict the blocks that only it holds; how many went. It must have no lease."""
+        if any(lease.scope.session_id == session_id for lease in self.leases):
+            raise RuntimeError(f"session {session_id} was dropped while it runs")
+        gone = [block for block in self.idle.order() if block.holders == {session_id}]
+        for block in gone:  # oldest first, and so children before parents
+            self.evict(block)
+        for block in self.blocks.values():
+            block.holders.discard(session_id)
+        return len(gone)
+
+    # --- counting ---------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks so many tokens take."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def leased_blocks(self) -> int:
+        """Blocks that at least one lease holds."""
+        return len(self.blocks) - len(self.idle)
+
+    def session_tokens(self) -> dict[str, int]:
+        """Tokens of each session that the pool holds; shared ones count for each of their sessions."""
+        tokens: Counter[str] = Counter()
+        for block in self.index:
+            for session_id in block.holders:
+                tokens[session_id] += len(block.token_ids)
+        return dict(tokens)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        return len(self.free) + len(self.idle)
+
+    def _hold(self, block: Block, scope: Scope | None = None) -> None:
+        self.idle.pop(block.id, None)
+        block.leases += 1
+        if scope is not None:
+            block.holders.add(scope.session_id)
+
+    def _let_go(self, chain: Sequence[Block]) -> None:
+        for block in chain:
+            block.leases -= 1
+        unused = [block for block in chain if block.leases == 0]
+        self.idle.give_back(block for block in unused if block.parent_hash is not None)
+        for block in unused:
+            if block.parent_hash is None:
+                self.evict(block)
+
+    def _grow(self, lease: Lease, count: int) -> None:
+        self.evict_idle(count - len(self.free))
+        last = lease.blocks[-1].id if lease.blocks else None
+        for block_id in self.free.take(count, after=last):
+            salt = lease.scope.salt_at(len(lease.blocks), self.block_size)
+            block = Block(block_id, salt, {lease.scope.session_id}, leases=1)
+            self.blocks[block_id] = block
+            lease.blocks.append(block)
+
+    def _copy(self, lease: Lease, source: Block, count: int) -> None:
+        number = lease.computed // self.block_size
+        target = lease.blocks[number]
+        self._copy_tokens(source.id, target.id, count)
+        target.token_ids.extend(source.token_ids[:count])
+        self._publish(lease, number)
+
+    def _publish(self, lease: Lease, number: int) -> None:
+        block = lease.blocks[number]
+        parent_hash = lease.blocks[number - 1].hash if number else self.index.root
+        if parent_hash is None:
+            return  # behind a hash collision: private, and forgotten with the lease
+        self.index.add(block, parent_hash)
+        if len(block.token_ids) == self.block_size:
+            first = self.index.seal(block)
+            if first is not block:
+                self._hold(first, lease.scope)
+                lease.blocks[number] = first
+                block.leases = 0
+                self.evict(block)
