@@ -11,7 +11,7 @@ import queue
 import struct
 import threading
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import IO
 
 _LENGTH = struct.Struct("<I")
 
@@ -25,8 +25,8 @@ class Channel:
 
     def __init__(
         self,
-        reader: BinaryIO,
-        writer: BinaryIO,
+        reader: IO[bytes],
+        writer: IO[bytes],
         on_frame: Callable[[bytes], None],
         on_end: Callable[[], None],
     ) -> None:

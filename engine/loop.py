@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engine.cache.manager import CacheManager
+from engine.cache.manager import BlockManager
 from engine.cache.pool import KVPool
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
@@ -100,7 +100,7 @@ class Engine:
         selfcheck.check(loaded, pool)
         fingerprint = loading.fingerprint(loaded, config.block_size)
         self._runner = ModelRunner(loaded, pool)
-        self._manager = CacheManager(
+        self._manager = BlockManager(
             total_blocks=pool.blocks,
             block_size=pool.block_size,
             fingerprint=bytes.fromhex(fingerprint),

@@ -46,13 +46,13 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-class Start(Message):
+class Start(Message, frozen=True, kw_only=True):
     """The first command to a new process: load this model, then answer with `Loading`… and `Ready` or `LoadFailed`."""
 
     config: EngineConfig
 
 
-class Submit(Message):
+class Submit(Message, frozen=True, kw_only=True):
     """Read `token_ids` and write up to `max_tokens` more, `n` times.
 
     The first `shared_len` tokens belong to a preset that all users share; blocks that hold any later token are hashed
@@ -71,20 +71,20 @@ class Submit(Message):
     priority: int = 0
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """Stop a request within one step. Its samples end in `Finished(reason="cancelled")`; unknown ids are ignored."""
 
     request_id: str
 
 
-class Drop(Message):
+class Drop(Message, frozen=True, kw_only=True):
     """Forget every block that only this session holds. Answered by `Dropped`. Running requests are cancelled first."""
 
     call_id: str
     session_id: str
 
 
-class Estimate(Message):
+class Estimate(Message, frozen=True, kw_only=True):
     """Ask what a prompt would find in the cache now. Answered by `Estimated`. Changes nothing, not even recency."""
 
     call_id: str
@@ -93,19 +93,19 @@ class Estimate(Message):
     shared_len: int = 0
 
 
-class GetSnapshot(Message):
+class GetSnapshot(Message, frozen=True, kw_only=True):
     """Ask for counters and usage. Answered by `Snapshot`."""
 
     call_id: str
 
 
-class Check(Message):
+class Check(Message, frozen=True, kw_only=True):
     """Run the conservation law on the live pool and index. Answered by `Checked`."""
 
     call_id: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True, kw_only=True):
     """Leave the loop and end the process."""
 
 
@@ -139,7 +139,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     commands: list[str]
 
 
-class Loading(Message):
+class Loading(Message, frozen=True, kw_only=True):
     """Progress of the start; `total` 0 means unknown. `stage` is a short phrase for people ("converting weights")."""
 
     stage: str
@@ -147,19 +147,19 @@ class Loading(Message):
     total: int = 0
 
 
-class LoadFailed(Message):
+class LoadFailed(Message, frozen=True, kw_only=True):
     """The engine cannot start; `message` names the value and the fix. The process ends after this."""
 
     message: str
 
 
-class Ready(Message):
+class Ready(Message, frozen=True, kw_only=True):
     """The model is loaded, checked and warmed up."""
 
     capabilities: Capabilities
 
 
-class Progress(Message):
+class Progress(Message, frozen=True, kw_only=True):
     """A request's place: waiting for room, or reading its prompt: `reused + read` of `total` tokens are there."""
 
     request_id: str
@@ -169,7 +169,7 @@ class Progress(Message):
     total: int
 
 
-class Tokens(Message):
+class Tokens(Message, frozen=True, kw_only=True):
     """New tokens of sample `index`, in order, each sent in the step that sampled it."""
 
     request_id: str
@@ -197,7 +197,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
 
 
-class Finished(Message):
+class Finished(Message, frozen=True, kw_only=True):
     """Sample `index` ended. `detail` says more where the reason alone would puzzle a person (pool or context full)."""
 
     request_id: str
@@ -207,7 +207,7 @@ class Finished(Message):
     detail: str = ""
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True, kw_only=True):
     """The whole request ended in an error; no `Finished` follows. `message` is for people and names the numbers."""
 
     request_id: str
@@ -216,7 +216,7 @@ class Rejected(Message):
     retryable: bool = False
 
 
-class Dropped(Message):
+class Dropped(Message, frozen=True, kw_only=True):
     """Answer to `Drop`: blocks freed, and their bytes."""
 
     call_id: str
@@ -224,7 +224,7 @@ class Dropped(Message):
     bytes: int
 
 
-class Estimated(Message):
+class Estimated(Message, frozen=True, kw_only=True):
     """Answer to `Estimate`."""
 
     call_id: str
@@ -233,7 +233,7 @@ class Estimated(Message):
     computed_tokens: int
 
 
-class Snapshot(Message):
+class Snapshot(Message, frozen=True, kw_only=True):
     """Answer to `GetSnapshot`: gauges now, counters since the start of the process.
 
     free + leased + idle = total blocks. `steps` counts forward passes, `forwarded_tokens` the tokens that went through
@@ -257,7 +257,7 @@ class Snapshot(Message):
     session_tokens: dict[str, int]
 
 
-class Checked(Message):
+class Checked(Message, frozen=True, kw_only=True):
     """Answer to `Check`: every violated law as a sentence; empty when all hold."""
 
     call_id: str

@@ -6,6 +6,7 @@ A model that our attention would serve wrongly is refused here, with a sentence,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,7 +47,9 @@ def probe(loaded: LoadedModel) -> KVShape:
     try:
         output = module(input_ids=torch.tensor([[0, 1]], device=loaded.device), use_cache=True)
         cache = output["cache"] if "cache" in output else output["past_key_values"]
-        layers = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+        layers: list[tuple[Any, Any]] = [
+            (getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers
+        ]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelLoadError(f"{name} cannot be served: its cache is not one of keys and values ({error})") from error
     finally:
