@@ -1,0 +1,47 @@
+"""Everything Keepwarm remembers between starts: users, sessions, messages with their token ids, turns, settings.
+
+The only package with queries; knows nothing of the engine and the web.
+"""
+
+from storage.errors import (
+    DatabaseBusy,
+    DatabaseDamaged,
+    DatabaseFailed,
+    DatabaseTooNew,
+    DataDirectoryError,
+    DiskFull,
+    InvalidText,
+    InvalidValue,
+    MigrationFailed,
+    StorageError,
+    StoreClosed,
+    UnknownMessage,
+    UnknownSession,
+)
+from storage.records import KEEP, MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
+from storage.saved import read_saved_settings
+from storage.store import Store
+
+__all__ = [
+    "KEEP",
+    "DataDirectoryError",
+    "DatabaseBusy",
+    "DatabaseDamaged",
+    "DatabaseFailed",
+    "DatabaseTooNew",
+    "DiskFull",
+    "InvalidText",
+    "InvalidValue",
+    "MessageRecord",
+    "MigrationFailed",
+    "SessionRecord",
+    "SessionSummary",
+    "StorageError",
+    "Store",
+    "StoreClosed",
+    "TurnRecord",
+    "UnknownMessage",
+    "UnknownSession",
+    "UserRecord",
+    "read_saved_settings",
+]

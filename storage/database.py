@@ -1,0 +1,174 @@
+"""One SQLite file: its connections, its transactions, and how deleted text leaves it. Knows no table of ours.
+
+The rules, and why:
+
+- WAL, so that readers never wait for the writer; one writing connection, used by one thread.
+- A write begins with BEGIN IMMEDIATE: a transaction that reads first and writes later fails at once, whatever the busy
+  timeout, when another connection wrote in between.
+- synchronous=FULL: a commit is on the disk before the call returns, so an acknowledged message also survives a power
+  cut. (A kill -9 alone would lose nothing under NORMAL either: what a process wrote to a file stays in the operating
+  system's cache when the process dies. FULL costs one fsync a commit, on the writer's thread.)
+- secure_delete overwrites freed content with zeros, but SQLite copies live rows between pages when it rebalances a
+  tree, and the copies left behind in a page's unused part are not zeroed. Hence `scrub`, which rebuilds the file.
+- temp_store=MEMORY keeps text that SQLite sorts out of temporary files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+from sqlalchemy import Engine, event
+from sqlalchemy import create_engine as sqlalchemy_engine
+from sqlalchemy.engine import Connection
+from sqlalchemy.orm import Session
+from sqlalchemy.pool import QueuePool, StaticPool
+
+from storage.errors import DataDirectoryError, StorageError, typed_errors
+
+FILE_NAME = "keepwarm.sqlite3"
+BUSY_S = 10.0
+READERS = 4
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def prepare(data_dir: Path) -> Path:
+    """Make the data directory (0700) and an empty database file (0600) where they are missing; the file's path.
+
+    A directory that exists keeps its mode, since it may be somebody's home. Raises DataDirectoryError.
+    """
+    path = data_dir.absolute() / FILE_NAME
+    try:
+        if not path.parent.is_dir():
+            path.parent.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        path.chmod(0o600)
+    except OSError as error:
+        raise DataDirectoryError(path.parent, error.strerror or str(error)) from error
+    return path
+
+
+def connect(path: Path, *, read_only: bool = False, foreign_keys: bool = True) -> sqlite3.Connection:
+    """A connection under the rules above; never creates the file. Transactions are the caller's."""
+    connection = sqlite3.connect(
+        f"{path.as_uri()}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
+        connection.execute("PRAGMA secure_delete=ON").fetchall()
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA temp_store=MEMORY")
+        if read_only:
+            connection.execute("PRAGMA query_only=ON")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def writing_engine(path: Path, *, foreign_keys: bool = True) -> Engine:
+    """An engine of one connection whose transactions begin as writes."""
+    engine = sqlalchemy_engine(
+        "sqlite://",
+        creator=lambda: connect(path, foreign_keys=foreign_keys),
+        poolclass=StaticPool,
+        hide_parameters=True,  # what people wrote does not go into logs
+    )
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+def reading_engine(path: Path) -> Engine:
+    """An engine of up to READERS connections that cannot write; each transaction sees one moment."""
+    engine = sqlalchemy_engine(
+        "sqlite://",
+        creator=lambda: connect(path, read_only=True),
+        poolclass=QueuePool,
+        pool_size=READERS,
+        max_overflow=0,
+        hide_parameters=True,
+    )
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+class Database:
+    """The open file. `write`, `scrub_if_due` and `close` belong to one thread, `read` to any; all of them block."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writer = writing_engine(path)
+        self.reader = reading_engine(path)
+
+    def write(self, work: Callable[[Session], T]) -> T:
+        """Run `work` in one transaction; committed when this returns, rolled back when it raises."""
+        with typed_errors(self.path), Session(self.writer) as db, db.begin():
+            return work(db)
+
+    def read(self, work: Callable[[Session], T]) -> T:
+        """Run `work` on one snapshot."""
+        with typed_errors(self.path), Session(self.reader) as db, db.begin():
+            return work(db)
+
+    def scrub_if_due(self) -> None:
+        """Finish a deletion: rebuild the file and empty the WAL, if `mark_scrub_due` was committed since the last time.
+
+        Takes about half a second per 100 MB. A failure (no room for the rebuilt copy) is logged and leaves it due for
+        the next deletion, the next close or the next start.
+        """
+        raw = self.writer.raw_connection()
+        try:
+            connection = cast(sqlite3.Connection, raw.driver_connection)
+            with typed_errors(self.path):
+                if connection.execute("PRAGMA user_version").fetchone() == (SCRUB_DUE,):
+                    scrub(connection)
+        except StorageError as error:
+            log.warning("deleted text may remain in unused parts of the database until the next try: %s", error)
+        finally:
+            raw.close()
+
+    def close(self) -> None:
+        """Close every connection; the last one to the file empties and removes the WAL."""
+        self.scrub_if_due()
+        self.reader.dispose()
+        self.writer.dispose()
+
+
+SCRUB_DUE = 1
+"""The value of SQLite's user_version while rows were deleted whose text may still be in unused parts of the file."""
+
+
+def mark_scrub_due(db: Session) -> None:
+    """Note, in the transaction that deletes, that a scrub is owed; a killed process pays at its next start."""
+    db.connection().exec_driver_sql(f"PRAGMA user_version={SCRUB_DUE}")
+
+
+def scrub(connection: sqlite3.Connection) -> None:
+    """Rebuild the file from its live rows, clear the mark, and empty the WAL. Raises sqlite3.Error."""
+    connection.execute("PRAGMA temp_store=FILE")  # the copy is as large as the database: not in memory
+    try:
+        connection.execute("VACUUM")
+    finally:
+        connection.execute("PRAGMA temp_store=MEMORY")
+    (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    if busy:
+        raise sqlite3.OperationalError("a reader holds the write-ahead log")
+    connection.execute("PRAGMA user_version=0")
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
