@@ -1,0 +1,289 @@
+"""The command line: reads the settings, builds storage, engine, service and web app, and closes them in reverse.
+
+It knows how the parts are put together and how they end, and nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from chat.instance import AlreadyRunning, DataDirError, Instance
+from chat.settings import PREFIX, VERSION, Settings, SettingsError, flag, load_settings, nearest
+
+if TYPE_CHECKING:
+    from engine.client import EngineClient
+
+T = TypeVar("T")
+
+CLOSE_LIMIT = 1.2  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
+BROWSER_SECONDS = 3.0  # that a browser may take to open before a second start ends
+USAGE_ERROR = 2
+
+log = logging.getLogger("keepwarm")
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, subcommand_metavar="")
+
+
+class StartError(Exception):
+    """Keepwarm cannot start. `str()` is one line for the terminal."""
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; whatever goes wrong is one line on the error stream."""
+    try:
+        return int(typer.main.get_command(cli).main(arguments, standalone_mode=False) or 0)
+    except typer.TyperException as error:
+        return fail(usage_line(error), error.exit_code)
+    except SettingsError as error:
+        return fail(str(error), USAGE_ERROR)
+    except (StartError, DataDirError) as error:
+        return fail(str(error), 1)
+    except KeyboardInterrupt:
+        return 0
+
+
+def usage_line(error: typer.TyperException) -> str:
+    """What was typed wrongly, and for an unknown flag the nearest known one."""
+    name = getattr(error, "option_name", None)
+    if name and error.message.startswith("No such option"):
+        known = [flag(field) for field in Settings.model_fields] + ["--help", "--version"]
+        return f"unknown flag {name}; the nearest known one is {nearest(name, known)}"
+    return error.format_message()
+
+
+def fail(line: str, code: int) -> int:
+    """One line on the error stream, and the exit code to end with."""
+    print(f"keepwarm: {' '.join(line.split())}", file=sys.stderr)
+    return code
+
+
+def option(name: str, metavar: str) -> Any:
+    """The flag of a setting that takes a value; `load_settings` checks it, so that every origin is checked alike."""
+    field = Settings.model_fields[name]
+    default = "" if field.default is None or field.default_factory else f" [default: {field.default}]"
+    return typer.Option(flag(name), metavar=metavar, help=f"{field.description}{default}", show_default=False)
+
+
+@cli.callback(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Each setting is also a variable ({PREFIX}DEVICE_KV for --device-kv) and a key of the settings file "
+    "(device_kv). A flag wins over a variable, that over the file, that over what is saved in the app.",
+)
+def serve_command(  # noqa: PLR0917 - one parameter per flag
+    context: typer.Context,
+    host: Annotated[str | None, option("host", "ADDRESS")] = None,
+    port: Annotated[str | None, option("port", "NUMBER")] = None,
+    data_dir: Annotated[str | None, option("data_dir", "FOLDER")] = None,
+    config: Annotated[str | None, option("config", "FILE")] = None,
+    model: Annotated[str | None, option("model", "MODEL")] = None,
+    device: Annotated[str | None, option("device", "auto|cpu|cuda|mps")] = None,
+    dtype: Annotated[str | None, option("dtype", "auto|float32|bfloat16|float16")] = None,
+    device_kv: Annotated[str | None, option("device_kv", "SIZE")] = None,
+    browser: Annotated[
+        bool | None, typer.Option("--browser/--no-browser", help=Settings.model_fields["browser"].description)
+    ] = None,
+    log_level: Annotated[str | None, option("log_level", "debug|info|warning|error")] = None,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Chat with a model on this machine; its cache of each conversation stays warm between turns."""
+    if version:
+        typer.echo(f"keepwarm {VERSION}")
+        raise typer.Exit
+    given = {name: value for name, value in locals().items() if name in Settings.model_fields}
+    if context.invoked_subcommand is None:
+        raise typer.Exit(run(load_settings(given, read_saved)))
+
+
+def read_saved(data_dir: Path) -> dict[str, str]:
+    """The settings saved in the app; none before there is a database."""
+    from storage import StorageError, read_saved_settings
+
+    try:
+        return read_saved_settings(data_dir)
+    except StorageError as error:
+        raise StartError(str(error)) from error
+
+
+# --- one server -------------------------------------------------------------------------------------------------------
+
+
+def run(settings: Settings) -> int:
+    """Serve the data directory until Ctrl-C, or show the page of the server that already does; return the exit code."""
+    from chat.serving import ListenError, listen
+
+    os.umask(0o077)  # chats are for their owner alone, whatever file they end up in
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        instance = Instance.acquire(settings.data_dir)
+    except AlreadyRunning as held:
+        return show_running(held, settings)
+    try:
+        with listen(settings.host, settings.port) as listener:
+            port = listener.getsockname()[1]
+            return asyncio.run(serve(settings.model_copy(update={"port": port}), listener, instance))
+    except ListenError as error:
+        raise StartError(str(error)) from error
+    finally:
+        instance.close()
+
+
+def show_running(held: AlreadyRunning, settings: Settings) -> int:
+    """Lead to the page of the server that holds the data directory."""
+    from chat.serving import open_page, say
+
+    if held.running is None:
+        raise StartError(f"another Keepwarm is starting or ending in {settings.data_dir}; try again in a moment")
+    say(f"Keepwarm is already running at {held.running.url} (process {held.running.pid}).")
+    if settings.browser:
+        open_page(held.running.url).join(timeout=BROWSER_SECONDS)
+    return 0
+
+
+async def serve(settings: Settings, listener: socket.socket, instance: Instance) -> int:
+    """Open the parts, wait for a signal, close them in reverse. Returns the exit code."""
+    from chat.serving import catch_signals, say
+
+    stop = catch_signals()
+    async with AsyncExitStack() as parts:
+        parts.callback(instance.withdraw)
+        opening = asyncio.create_task(open_parts(settings, listener, instance, parts))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            opening.result()
+            await stopped
+        instance.withdraw()
+        say("Ending; everything so far is kept.")
+        opening.cancel()
+        await asyncio.wait({opening})
+    return 0
+
+
+async def open_parts(settings: Settings, listener: socket.socket, instance: Instance, parts: AsyncExitStack) -> None:
+    """Open everything and return when the model is ready. Each part's end is left in `parts`.
+
+    The engine loads in its process while the web side is still being imported, and the page is there before the model.
+    """
+    from chat.serving import open_page, page_url, say
+    from engine.client import EngineClient
+    from engine.config import EngineConfig
+
+    started, url = time.monotonic(), page_url(settings)
+    say(f"Keepwarm {VERSION} starts at {url}, with its data in {settings.data_dir}")
+    config = EngineConfig(
+        cache_dir=str(settings.data_dir / "models"),
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        device_kv=settings.device_kv,
+    )
+    engine = EngineClient(config)
+    parts.push_async_callback(close, "the engine", engine.close)
+    await engine.start()
+    telling = asyncio.create_task(tell_until_ready(engine, url, started))
+    parts.callback(telling.cancel)
+
+    serving = await open_web(settings, listener, engine, parts)
+    instance.announce(url)
+    await asyncio.wait({telling, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if serving.done():
+        raise StartError("the web server could not start; --log-level debug says more")
+    await telling
+    if settings.browser:
+        open_page(url)
+
+
+async def open_web(
+    settings: Settings, listener: socket.socket, engine: EngineClient, parts: AsyncExitStack
+) -> asyncio.Task[None]:
+    """Open what a person meets, from the store to the page. Returns the task in which the web server runs."""
+    await in_thread(lambda: importlib.import_module("chat.web"))  # gradio takes seconds
+    from chat.service import ChatService
+    from chat.serving import Server
+    from chat.web import build_app
+    from storage import StorageError, Store
+
+    try:
+        store = await Store.open(settings.data_dir)
+    except StorageError as error:
+        raise StartError(str(error)) from error
+    parts.push_async_callback(close, "the store", store.close)
+    service = ChatService(store, engine)
+    await service.start()
+    server = Server(build_app(service, settings))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    # Read from the end: the server takes no more, the service ends the turns and their streams, then both are over.
+    parts.push_async_callback(close, "the web server", lambda: asyncio.wait({serving}))
+    parts.push_async_callback(close, "the chat service", service.close)
+    parts.callback(setattr, server, "should_exit", True)
+    return serving
+
+
+async def tell_until_ready(engine: EngineClient, url: str, started: float) -> None:
+    """Print each stage of the load. Raises StartError when the model cannot be loaded."""
+    from chat.serving import say
+
+    stage = ""
+    async for state in engine.watch():
+        if state.phase == "ready":
+            say(f"Ready at {url} after {time.monotonic() - started:.1f} s. Ctrl-C ends it.")
+            return
+        if state.phase == "failed":
+            raise StartError(state.message)
+        if state.stage != stage:
+            stage = state.stage
+            say(f"  {stage} ...")
+
+
+# --- small parts ------------------------------------------------------------------------------------------------------
+
+
+async def close(what: str, closing: Callable[[], Awaitable[object]]) -> None:
+    """Close one part; one that fails or hangs is logged and does not keep the others from closing."""
+    try:
+        await asyncio.wait_for(closing(), CLOSE_LIMIT)
+    except TimeoutError:
+        log.warning("%s did not end within %s s", what, CLOSE_LIMIT)
+    except Exception:
+        log.exception("%s did not end cleanly", what)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run `function` in a thread that, unlike asyncio's own, does not keep a process that wants to end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], object] = (future.set_result, function())
+        except Exception as error:
+            outcome = (future.set_exception, error)
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What Keepwarm can be told: one frozen model, read from five places, of which the nearest to the person wins.
+
+The places, strongest first: a flag, a `KEEPWARM_*` variable, the TOML file, a value saved in the app, the default. This
+module knows nothing of the command line's library, of the engine or of the page.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import platformdirs
+from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import PydanticBaseSettingsSource as Source
+
+VERSION = "0.1.0"
+PREFIX = "KEEPWARM_"
+FILE_NAME = "keepwarm.toml"
+NOT_IN_FILE = {"config"}  # it says where the file is
+NOT_SAVED = {"config", "data_dir"}  # they say where the saved values are
+
+
+class SettingsError(Exception):
+    """A setting that Keepwarm does not know or cannot use. `str()` is one line: the name, its origin and the fix."""
+
+
+class Settings(BaseSettings):
+    """Every setting, validated and immutable. `load_settings` builds it; the constructor reads no other place."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix=PREFIX, env_ignore_empty=True, validate_default=False
+    )
+
+    host: str = Field("127.0.0.1", description="Address to listen on; only this machine can reach a loopback address.")
+    port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    data_dir: Path = Field(
+        default_factory=lambda: platformdirs.user_data_path("keepwarm", appauthor=False),
+        description="Folder of the chats, the converted model and the cache; one server at a time.",
+    )
+    config: Path | None = Field(None, description=f"Settings file; otherwise {FILE_NAME} in the settings folder.")
+    model: str = Field(
+        "smollm2", min_length=1, description="The embedded model, a Hugging Face folder or hub id, or a .gguf file."
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Where the model computes.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Number format of the weights and the cache; float32 repeats a reply exactly."
+    )
+    device_kv: ByteSize | None = Field(
+        None, gt=0, description="Memory that holds warm chats, like 256MiB; otherwise room for two full contexts."
+    )
+    browser: bool = Field(True, description="Open the page in a browser when it is ready.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="How much the terminal tells."
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _loopback(cls, host: str) -> str:
+        if not is_loopback(host):
+            raise PydanticCustomError(
+                "loopback", "only a loopback address is allowed until there are users with passwords; use 127.0.0.1"
+            )
+        return host
+
+    @field_validator("data_dir", "config", mode="before")
+    @classmethod
+    def _not_empty(cls, path: object) -> object:
+        if path == "":
+            raise PydanticCustomError("empty", "empty")
+        return path
+
+    @field_validator("data_dir", "config")
+    @classmethod
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return path if path is None else path.expanduser().absolute()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: Source,
+        env_settings: Source,
+        dotenv_settings: Source,
+        file_secret_settings: Source,
+    ) -> tuple[Source, ...]:
+        """Take what `load_settings` merged and nothing else, so that every value's origin is known."""
+        return (init_settings,)
+
+
+class Given(NamedTuple):
+    """A raw value and where it came from, in words for the error line."""
+
+    value: Any
+    origin: str
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, an address or the name `localhost`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The entry of `known` that looks most like `name`."""
+    return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
+
+
+def flag(name: str) -> str:
+    """The command line's word for a setting: `data_dir` is `--data-dir`, and `browser` is turned off."""
+    return "--no-browser" if name == "browser" else "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment's word for a setting: `data_dir` is `KEEPWARM_DATA_DIR`."""
+    return PREFIX + name.upper()
+
+
+def default_file() -> Path:
+    """Where the settings file is looked for when none is named."""
+    return platformdirs.user_config_path("keepwarm", appauthor=False) / FILE_NAME
+
+
+def load_settings(flags: Mapping[str, Any], read_saved: Callable[[Path], Mapping[str, str]] | None = None) -> Settings:
+    """Merge the five places and validate what won.
+
+    `flags` holds the settings given on the command line (None: not given); `read_saved` returns what the app saved in a
+    data directory. Raises SettingsError for the first unknown key or bad value.
+    """
+    given: dict[str, Given] = {}
+    _merge(given, {name: Given(value, flag(name)) for name, value in flags.items() if value is not None})
+    _merge(given, _from_environment())
+    _merge(given, _from_file(given.get("config")))
+    settings = _validate(given)
+    if read_saved is None:
+        return settings
+    saved = read_saved(settings.data_dir)
+    _merge(
+        given,
+        {name: Given(saved[name], "the value saved in the app") for name in _known(NOT_SAVED) if name in saved},
+    )
+    return _validate(given)
+
+
+def _merge(given: dict[str, Given], weaker: Mapping[str, Given]) -> None:
+    for name, value in weaker.items():
+        given.setdefault(name, value)
+
+
+def _known(without: Iterable[str] = ()) -> list[str]:
+    return [name for name in Settings.model_fields if name not in set(without)]
+
+
+def _from_environment() -> dict[str, Given]:
+    known = [variable(name) for name in _known()]
+    for key in os.environ:
+        if key.upper().startswith(PREFIX) and key.upper() not in known:
+            raise SettingsError(f"unknown variable {key}; the nearest known one is {nearest(key.upper(), known)}")
+    return {name: Given(value, variable(name)) for name, value in EnvSettingsSource(Settings)().items()}
+
+
+def _from_file(config: Given | None) -> dict[str, Given]:
+    path = Path(config.value).expanduser().absolute() if config else default_file()
+    if config is None and not path.is_file():
+        return {}
+    try:
+        values = TomlConfigSettingsSource(Settings, path).toml_data if path.is_file() else None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"the settings file {path} is not valid TOML: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {path} cannot be read: {error}") from error
+    if values is None:
+        raise SettingsError(f"config = {str(path)!r} (from {config.origin if config else ''}): there is no such file")
+    known = _known(NOT_IN_FILE)
+    for key in values:
+        if key not in known:
+            raise SettingsError(f"unknown key {key!r} in {path}; the nearest known one is {nearest(key, known)!r}")
+    if isinstance(values.get("data_dir"), str):  # relative to the file, wherever the command was typed
+        values["data_dir"] = path.parent / Path(values["data_dir"]).expanduser()
+    return {name: Given(value, str(path)) for name, value in values.items()}
+
+
+def _validate(given: Mapping[str, Given]) -> Settings:
+    try:
+        return Settings(**{name: value for name, (value, _) in given.items()})
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        name = str(details["loc"][0])
+        value, origin = given[name]
+        raise SettingsError(f"{name} = {value!r} (from {origin}): {_reason(name, value, details)}") from error
+
+
+def _reason(name: str, value: object, details: ErrorDetails) -> str:
+    """What is wrong with a value and what would be right, after the colon of an error line."""
+    if name == "device_kv":
+        return "not a size; write it like 256MiB, 1.5GB or a number of bytes"
+    if name == "port":
+        return "not a port; give a whole number from 0 to 65535"
+    annotation = Settings.model_fields[name].annotation
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        return f"not one of {', '.join(choices)}; the nearest is {nearest(str(value), choices)!r}"
+    if name == "browser":
+        return "not a yes or a no; write true or false"
+    if name in ("data_dir", "config"):
+        return "not a path"
+    return details["msg"]
