@@ -1,0 +1,480 @@
+// The browser's half of the chat page. It owns which chat is on the screen (the address says it), the drafts, the list
+// of chats and the state line; everything else is the server's. Packets from the server name their chat, and only
+// those of the chat on the screen are shown.
+"use strict";
+
+window.keepwarm = (() => {
+  const NEW = "new-";
+  const POLL_MS = 2500, BUSY_POLL_MS = 700, SEND_PATIENCE_MS = 20000;
+  const $ = (selector, root = document) => root.querySelector(selector);
+  const now = () => Date.now();
+
+  let trigger = null; // set by Gradio when its events can be fired
+  let newCount = 0;
+  let current = fromAddress() || NEW + ++newCount;
+  let shown = {}; // slot -> the last HTML that was accepted
+  let header = null; // the current chat's title, prompt and whether that is fixed
+  let running = false, stopping = false, sendingSince = 0, leavingPrompt = null;
+  let engine = { phase: "loading", stage: "", done: 0, total: 0, message: "" };
+  let server = null, offline = false, chats = [], more = false, version = "", limit = 100, pollTimer = 0, polling = false;
+  let stick = true;
+
+  function fromAddress() {
+    return new URL(location.href).searchParams.get("chat") || "";
+  }
+
+  // --- packets ---------------------------------------------------------------------------------------------------
+
+  function belongs(packet) {
+    if (!packet) return false;
+    if (packet.was && packet.was === current) adopt(packet.chat);
+    return packet.chat === current;
+  }
+
+  // A new chat got its id with its first message: same chat, new name.
+  function adopt(chat) {
+    if (chat === current) return;
+    sessionStorage.removeItem(draftKey(current));
+    current = chat;
+    history.replaceState(null, "", addressOf(chat));
+    poll();
+  }
+
+  // Called by a slot's template: the HTML it shows. What belongs to another chat changes nothing.
+  function accept(slot, packet) {
+    if (belongs(packet)) shown[slot] = packet.html;
+    return shown[slot] || "";
+  }
+
+  // Called once for each slot: what a packet means beyond its HTML.
+  function slot(name, props, watch) {
+    watch("value", () => {
+      const packet = props.value;
+      if (packet?.sent) [packet.was, packet.chat].forEach((chat) => sessionStorage.removeItem(draftKey(chat)));
+      if (!belongs(packet)) return;
+      if (name === "header") showHeader(packet);
+      if (name === "live") showRunning(packet.running);
+      if (name === "transcript") document.body.classList.remove("kw-opening");
+      if (name === "notice") {
+        if (packet.sent) afterSent();
+        if (packet.gone) newChat();
+        sendingSince = 0;
+        refreshSend();
+      }
+      if (stick) toEnd();
+    });
+    if (name === "header") showModel();
+  }
+
+  function showHeader(packet) {
+    header = packet;
+    document.title = packet.title ? `${packet.title} · Keepwarm` : "Keepwarm";
+    const prompt = $("#kw-prompt textarea");
+    if (prompt) {
+      if (packet.prompt !== null) setValue(prompt, packet.prompt);
+      prompt.readOnly = packet.fixed;
+      $("#kw-prompt-fixed").hidden = !packet.fixed;
+      $("#kw-prompt-open").hidden = packet.fixed;
+    }
+    showModel();
+    markCurrent();
+  }
+
+  function showRunning(value) {
+    if (running !== value) poll();
+    running = value;
+    if (!value) stopping = false;
+    document.body.classList.toggle("kw-running", running);
+    refreshSend();
+  }
+
+  // --- which chat ------------------------------------------------------------------------------------------------
+
+  const addressOf = (chat) => (chat.startsWith(NEW) ? "/" : `/?chat=${encodeURIComponent(chat)}`);
+  const draftKey = (chat) => "kw-draft:" + (chat.startsWith(NEW) ? "new" : chat);
+
+  function open(chat, { push = true } = {}) {
+    keepDraft();
+    current = chat;
+    if (push) history.pushState(null, "", addressOf(chat));
+    running = stopping = false;
+    sendingSince = 0;
+    shown.live = shown.notice = "";
+    document.body.classList.remove("kw-running", "kw-menu");
+    document.body.classList.toggle("kw-opening", !chat.startsWith(NEW));
+    markCurrent();
+    stick = true;
+    setValue(box(), sessionStorage.getItem(draftKey(chat)) || "");
+    trigger("open", { chat });
+    if (matchMedia("(hover: hover)").matches) box()?.focus();
+  }
+
+  function newChat(prompt = "") {
+    open(NEW + ++newCount);
+    const field = $("#kw-prompt textarea");
+    if (field) {
+      field.readOnly = false;
+      setValue(field, prompt);
+    }
+  }
+
+  function reopen() {
+    trigger?.("open", { chat: current });
+  }
+
+  function markCurrent() {
+    for (const link of document.querySelectorAll("#kw-chats a"))
+      link.dataset.chat === current ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  }
+
+  // --- the message box -------------------------------------------------------------------------------------------
+
+  const box = () => $("#kw-box textarea");
+
+  function setValue(field, value) {
+    if (!field || field.value === value) return;
+    field.value = value;
+    field.dispatchEvent(new Event("input", { bubbles: true })); // Gradio listens to this
+  }
+
+  function keepDraft() {
+    const text = box()?.value || "";
+    text ? sessionStorage.setItem(draftKey(current), text) : sessionStorage.removeItem(draftKey(current));
+  }
+
+  function whyNotSend() {
+    if (offline) return "Keepwarm does not answer";
+    if (engine.phase !== "ready") return engine.phase === "failed" ? "The model could not be loaded" : "The model is not ready yet";
+    if (running) return "A reply is being written";
+    if (sendingSince && now() - sendingSince < SEND_PATIENCE_MS) return "Sending";
+    if (!box()?.value.trim()) return "Write a message first";
+    return "";
+  }
+
+  function refreshSend() {
+    const button = $("#kw-send");
+    if (!button) return;
+    const reason = whyNotSend();
+    button.setAttribute("aria-disabled", reason ? "true" : "false");
+    button.title = reason || "Send (Enter)";
+    const stop = $("#kw-stop");
+    if (stop) {
+      stop.disabled = stopping;
+      stop.textContent = stopping ? "Stopping" : "Stop";
+    }
+  }
+
+  function afterSent() {
+    sessionStorage.removeItem(draftKey(current));
+    stick = true;
+    setValue(box(), "");
+  }
+
+  function sent() {
+    sendingSince = 0;
+    refreshSend();
+  }
+
+  function onKey(event) {
+    if (event.target.closest?.("#kw-box") && event.key === "Enter") {
+      if (event.isComposing || event.keyCode === 229) return event.stopPropagation(); // the input method's Enter
+      if (event.shiftKey) return event.stopPropagation(); // a new line
+      event.preventDefault();
+      event.stopPropagation();
+      if (!event.repeat) $("#kw-send")?.click();
+    } else if (event.key === "Escape") {
+      document.body.classList.remove("kw-menu");
+    }
+  }
+
+  // --- the list of chats -----------------------------------------------------------------------------------------
+
+  const DAY_MS = 86400000;
+
+  function groupOf(seconds) {
+    const midnight = new Date().setHours(0, 0, 0, 0), at = seconds * 1000;
+    if (at >= midnight) return "Today";
+    if (at >= midnight - DAY_MS) return "Yesterday";
+    if (at >= midnight - 7 * DAY_MS) return "Last 7 days";
+    if (at >= midnight - 30 * DAY_MS) return "Last 30 days";
+    return new Date(at).toLocaleDateString(undefined, { month: "long", year: "numeric" });
+  }
+
+  function element(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+
+  const ICONS = {
+    pencil: '<path d="m4 16 .7-3.2L13 4.5a1.6 1.6 0 0 1 2.3 0l.2.2a1.6 1.6 0 0 1 0 2.3l-8.3 8.3L4 16Z"/>',
+    trash: '<path d="M4 6h12M8 6V4.2h4V6m-6.5 0 .7 10h7.6l.7-10M8.5 9v4.5m3-4.5v4.5"/>',
+  };
+
+  function iconButton(act, icon, label) {
+    const button = element("button", { type: "button", class: "kw-icon kw-small", "data-act": act, "aria-label": label, title: label });
+    button.innerHTML = `<svg class="kw-svg" viewBox="0 0 20 20" fill="none" stroke="currentColor" stroke-width="1.5" stroke-linecap="round" stroke-linejoin="round" aria-hidden="true">${ICONS[icon]}</svg>`;
+    return button;
+  }
+
+  function chatRow(chat) {
+    const title = chat.title || "New chat";
+    const link = element("a", { href: addressOf(chat.id), "data-act": "open", "data-chat": chat.id, title }, element("span", { class: "kw-name" }, title));
+    if (chat.running) link.append(element("span", { class: "kw-typing", role: "img", "aria-label": "A reply is being written" }, element("i"), element("i"), element("i")));
+    const tools = element("span", { class: "kw-tools" }, iconButton("rename", "pencil", `Rename ${title}`), iconButton("remove", "trash", `Delete ${title}`));
+    return element("li", { "data-chat": chat.id }, link, tools);
+  }
+
+  function renderChats() {
+    const nav = $("#kw-chats");
+    if (!nav || $(".kw-rename", nav)) return; // not under a person's hands
+    const focused = document.activeElement?.closest?.("#kw-chats li")?.dataset.chat;
+    const parts = [];
+    let group = "", list = null;
+    for (const chat of chats) {
+      const name = groupOf(chat.updated);
+      if (name !== group) {
+        list = element("ul");
+        parts.push(element("h2", {}, name), list);
+        group = name;
+      }
+      list.append(chatRow(chat));
+    }
+    if (!parts.length) parts.push(element("p", { class: "kw-none" }, "Chats appear here."));
+    if (more) parts.push(element("button", { type: "button", class: "kw-quiet", "data-act": "more" }, "Show older chats"));
+    const top = nav.scrollTop;
+    nav.replaceChildren(...parts);
+    nav.scrollTop = top;
+    if (focused) $(`#kw-chats li[data-chat="${CSS.escape(focused)}"] a`)?.focus();
+    markCurrent();
+  }
+
+  function rename(row) {
+    const chat = row.dataset.chat, link = $("a", row), old = $(".kw-name", link).textContent;
+    const field = element("input", { class: "kw-rename", "aria-label": "Name of the chat", maxlength: "120" });
+    field.value = old;
+    row.classList.add("kw-renaming");
+    row.prepend(field);
+    field.select();
+    const finish = (save) => {
+      if (!field.isConnected) return;
+      const title = field.value.trim();
+      field.remove();
+      row.classList.remove("kw-renaming");
+      if (save && title && title !== old) {
+        $(".kw-name", link).textContent = title;
+        trigger("rename", { chat, title, current });
+        setTimeout(poll, 150);
+      }
+      renderChats();
+    };
+    field.addEventListener("keydown", (event) => {
+      if (event.isComposing || event.keyCode === 229) return;
+      if (event.key === "Enter" || event.key === "Escape") finish(event.key === "Enter");
+    });
+    field.addEventListener("blur", () => finish(true));
+  }
+
+  function remove(row) {
+    const chat = row.dataset.chat, title = $(".kw-name", row).textContent;
+    const yes = element("button", { type: "button", class: "kw-danger" }, "Delete");
+    const no = element("button", { type: "button", class: "kw-quiet" }, "Keep");
+    const dialog = element("dialog", { class: "kw-dialog", "aria-labelledby": "kw-ask" },
+      element("h2", { id: "kw-ask" }, `Delete “${title}”?`), element("p", {}, "Its messages are erased from this machine for good."),
+      element("div", { class: "kw-answers" }, no, yes));
+    document.body.append(dialog);
+    dialog.addEventListener("close", () => dialog.remove());
+    dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    no.addEventListener("click", () => dialog.close());
+    yes.addEventListener("click", () => {
+      dialog.close();
+      sessionStorage.removeItem(draftKey(chat));
+      trigger("remove", { chat, current });
+      chats = chats.filter((other) => other.id !== chat);
+      version = "";
+      if (chat === current) newChat();
+      renderChats();
+      setTimeout(poll, 250);
+    });
+    dialog.showModal();
+    no.focus();
+  }
+
+  // --- the state of the server -----------------------------------------------------------------------------------
+
+  async function poll() {
+    if (polling) return;
+    polling = true;
+    clearTimeout(pollTimer);
+    try {
+      const answer = await fetch(`/page/state?has=${version}&limit=${limit}`, { signal: AbortSignal.timeout(8000), cache: "no-store" });
+      if (!answer.ok) throw new Error(answer.statusText);
+      take(await answer.json());
+      offline = false;
+    } catch {
+      offline = server !== null;
+    }
+    polling = false;
+    showStatus();
+    refreshSend();
+    const busy = offline || engine.phase !== "ready";
+    pollTimer = setTimeout(poll, document.hidden ? 4 * POLL_MS : busy ? BUSY_POLL_MS : POLL_MS);
+  }
+
+  function take(state) {
+    if (server && server !== state.server) {
+      keepDraft();
+      return location.reload(); // the server was restarted; the draft is kept
+    }
+    if (offline && server) reopen();
+    server = state.server;
+    engine = state.engine;
+    if (state.chats) {
+      chats = state.chats;
+      more = state.more;
+      version = state.version;
+      renderChats();
+    }
+    const mine = chats.find((chat) => chat.id === current);
+    if (mine && mine.running !== running && !sendingSince && trigger) reopen(); // started or ended in another tab
+    showModel();
+  }
+
+  function showModel() {
+    const place = $("#kw-model");
+    if (!place) return;
+    place.textContent = engine.model || "";
+    place.title = engine.device ? `${engine.model} on ${engine.device}` : "";
+  }
+
+  function showStatus() {
+    const line = $("#kw-status");
+    if (!line) return;
+    const problem = offline || engine.phase === "failed" || engine.phase === "stopped";
+    line.classList.toggle("kw-problem", problem);
+    line.hidden = !offline && engine.phase === "ready";
+    if (line.hidden) return line.replaceChildren();
+    const parts = [element("span", {}, statusText())];
+    if (!problem) {
+      const bar = element("progress", { "aria-label": "Loading" });
+      if (engine.total) {
+        bar.max = engine.total;
+        bar.value = engine.done;
+      }
+      parts.push(bar);
+    }
+    line.replaceChildren(...parts);
+  }
+
+  function statusText() {
+    if (offline) return "Keepwarm does not answer. Is it still running? What you write here is kept.";
+    const share = engine.total ? ` (${Math.round((100 * engine.done) / engine.total)}%)` : "";
+    const stage = engine.stage ? `: ${engine.stage}${share}` : "";
+    if (engine.phase === "failed") return `The model could not be loaded. ${engine.message}`;
+    if (engine.phase === "stopped") return engine.message || "The engine has been stopped.";
+    if (engine.phase === "restarting") return `The engine is starting again${stage}. ${engine.message}`;
+    return `Getting the model ready${stage || "…"}`;
+  }
+
+  // --- scrolling -------------------------------------------------------------------------------------------------
+
+  const scroller = () => $("#kw-scroll");
+
+  function toEnd() {
+    requestAnimationFrame(() => {
+      const area = scroller();
+      if (area) area.scrollTop = area.scrollHeight;
+    });
+  }
+
+  function onScroll(event) {
+    if (event.target.id !== "kw-scroll") return;
+    const area = event.target;
+    stick = area.scrollHeight - area.scrollTop - area.clientHeight < 60;
+    const button = $("#kw-down");
+    if (button) button.hidden = stick;
+  }
+
+  // --- clicks ----------------------------------------------------------------------------------------------------
+
+  async function copy(button, text) {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.classList.add("kw-done");
+      setTimeout(() => button.classList.remove("kw-done"), 1200);
+    } catch {
+      getSelection().selectAllChildren(button.closest("figure, article"));
+    }
+  }
+
+  const ACTS = {
+    new: () => newChat(),
+    "new-with-prompt": () => newChat($("#kw-prompt textarea").value),
+    open: (link) => open(link.dataset.chat),
+    rename: (button) => rename(button.closest("li")),
+    remove: (button) => remove(button.closest("li")),
+    more: () => ((limit += 200), (version = ""), poll()),
+    menu: () => document.body.classList.toggle("kw-menu"),
+    settings: () => toggleSettings(),
+    example: (button) => (setValue(box(), button.dataset.text), $("#kw-send").click()),
+    retry: () => (trigger("retry", { chat: current }), (stick = true)),
+    stop: () => ((stopping = true), refreshSend(), trigger("stop", { chat: current })),
+    down: () => ((stick = true), toEnd()),
+    "copy-code": (button) => copy(button, $("code", button.closest("figure")).textContent),
+    "copy-reply": (button) => copy(button, button.dataset.text),
+  };
+
+  function toggleSettings() {
+    const isOpen = document.body.classList.toggle("kw-settings-open");
+    $("#kw-header [data-act=settings]")?.setAttribute("aria-expanded", String(isOpen));
+    (isOpen ? $("#kw-settings .kw-icon") : $("#kw-header [data-act=settings]"))?.focus();
+  }
+
+  function onClick(event) {
+    const send = event.target.closest?.("#kw-send");
+    if (send) {
+      if (whyNotSend()) {
+        event.preventDefault();
+        event.stopImmediatePropagation();
+        box()?.focus();
+      } else {
+        sendingSince = now();
+        keepDraft();
+        queueMicrotask(refreshSend);
+      }
+      return;
+    }
+    const target = event.target.closest?.("[data-act]");
+    if (!target) {
+      if (event.target.id === "kw-veil" || event.target.closest?.("#kw-main")) document.body.classList.remove("kw-menu");
+      return;
+    }
+    if (target.href && (event.ctrlKey || event.metaKey || event.shiftKey || event.button)) return; // a new tab is fine
+    event.preventDefault();
+    if (!trigger) return;
+    ACTS[target.dataset.act]?.(target);
+  }
+
+  // --- start -----------------------------------------------------------------------------------------------------
+
+  // Called by Gradio's events component when it is there.
+  function bind(fire) {
+    trigger = fire;
+    setValue(box(), sessionStorage.getItem(draftKey(current)) || "");
+    reopen();
+    poll();
+  }
+
+  document.addEventListener("click", onClick, true);
+  document.addEventListener("keydown", onKey, true);
+  document.addEventListener("scroll", onScroll, true);
+  document.addEventListener("input", (event) => {
+    if (event.target.closest?.("#kw-box")) (keepDraft(), refreshSend());
+  });
+  document.addEventListener("visibilitychange", () => document.hidden || poll());
+  addEventListener("popstate", () => trigger && open(fromAddress() || NEW + ++newCount, { push: false }));
+  addEventListener("pagehide", keepDraft);
+
+  return { accept, slot, bind, sent, chat: () => current };
+})();

@@ -1,0 +1,271 @@
+"""The chat page: its layout in Gradio, and what each of its events asks of the chat service.
+
+Every value that belongs to one chat goes to the browser as a *packet* that names the chat, and `assets/page.js` shows
+a packet only while its chat is the one on the screen: a late answer cannot land in another chat. The browser owns
+which chat that is (the address says it), the service owns everything else; this module keeps only which event of a
+tab is the newest, so that an older one stops streaming.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import gradio as gr
+
+from chat import page_html as html
+from chat.errors import ChatError, SessionNotFound
+from chat.service import ChatService, LiveTurn
+from chat.views import SessionDetail, TurnOptions
+from engine.protocol import Sampling
+
+NEW = "new-"  # the browser's names for chats that have no message yet, and so are not stored
+TICK_S = 0.07  # between two updates of a growing reply; the first text goes out at once
+OWN_SAMPLING, MY_SAMPLING = "Model's own", "Set here"
+
+Packet = dict[str, Any]
+Outputs = dict[Any, Any]
+
+_SLOT = "${{window.keepwarm ? keepwarm.accept('{name}', value) : ''}}"
+_SLOT_JS = "keepwarm.slot('{name}', props, watch);"
+_EVENTS_JS = "keepwarm.bind(trigger, ['open', 'retry', 'stop', 'rename', 'remove']);"
+
+
+def build_page(service: ChatService) -> gr.Blocks:
+    """The page as Blocks, to be mounted by `chat.web`, which also adds its style and script."""
+    return ChatPage(service).blocks
+
+
+class ChatPage:
+    """One instance serves all tabs. Owns `_newest`: for each tab, the token of the event that may stream to it."""
+
+    def __init__(self, service: ChatService) -> None:
+        self._service = service
+        self._newest: dict[str, object] = {}
+        with gr.Blocks(title="Keepwarm", analytics_enabled=False, fill_width=True) as self.blocks:
+            self._render()
+            self._wire()
+
+    # --- layout -----------------------------------------------------------------------------------------------------
+
+    def _render(self) -> None:
+        with gr.Row(elem_id="kw-app", equal_height=False):
+            with gr.Column(elem_id="kw-side", min_width=0):
+                gr.HTML(html.SHELL_SIDE, js_on_load=None, apply_default_css=False)
+            with gr.Column(elem_id="kw-main", min_width=0):
+                self._header = self._slot("header")
+                with gr.Column(elem_id="kw-scroll", min_width=0):
+                    self._transcript = self._slot("transcript")
+                    self._live = self._slot("live")
+                self._render_composer()
+            with gr.Column(elem_id="kw-settings", min_width=0):
+                self._render_settings()
+        self._events = gr.HTML("", visible="hidden", js_on_load=_EVENTS_JS, apply_default_css=False)
+
+    def _render_composer(self) -> None:
+        with gr.Column(elem_id="kw-composer", min_width=0):
+            self._notice = self._slot("notice")
+            gr.HTML(html.SHELL_NOTICE, js_on_load=None, apply_default_css=False)
+            with gr.Row(elem_id="kw-entry", equal_height=False):
+                self._box = gr.Textbox(
+                    elem_id="kw-box", label="Message", show_label=False, container=False, lines=1, max_lines=10,
+                    placeholder="Write a message", html_attributes=gr.InputHTMLAttributes(autocomplete="off"),
+                )  # fmt: skip
+                self._send = gr.Button("Send", elem_id="kw-send", min_width=0, scale=0)
+                gr.HTML(
+                    '<button type="button" id="kw-stop" data-act="stop">Stop</button>',
+                    js_on_load=None, apply_default_css=False,
+                )  # fmt: skip
+            self._chat = gr.Textbox(elem_id="kw-chat", visible="hidden", label="Chat")
+
+    def _render_settings(self) -> None:
+        gr.HTML(html.SHELL_SETTINGS, js_on_load=None, apply_default_css=False)
+        self._prompt = gr.Textbox(
+            elem_id="kw-prompt", label="System prompt", lines=5, max_lines=14, placeholder="The model's own default",
+        )  # fmt: skip
+        gr.HTML(html.PROMPT_NOTE, js_on_load=None, apply_default_css=False)
+        self._mode = gr.Radio(
+            [OWN_SAMPLING, MY_SAMPLING], value=OWN_SAMPLING, label="How words are chosen", elem_id="kw-mode"
+        )
+        with gr.Column(elem_id="kw-sampling", visible=False, min_width=0) as self._sampling:
+            self._temperature = gr.Slider(
+                0, 2, 0.7, step=0.05, label="Temperature", info="0 always takes the likeliest token"
+            )
+            self._top_p = gr.Slider(0.05, 1, 0.95, step=0.01, label="Top-p", info="1 leaves nothing out")
+            self._seed = gr.Number(None, precision=0, minimum=0, label="Seed", placeholder="fresh each time")
+        self._max_tokens = gr.Number(
+            None, precision=0, minimum=1, label="Longest reply", info="In tokens", placeholder="as long as it needs"
+        )
+
+    @staticmethod
+    def _slot(name: str) -> gr.HTML:
+        """A place that shows packets; `page.js` decides whether a packet belongs to the chat on the screen."""
+        return gr.HTML(
+            None, elem_id=f"kw-{name}", html_template=_SLOT.format(name=name), js_on_load=_SLOT_JS.format(name=name),
+            apply_default_css=False,
+        )  # fmt: skip
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _wire(self) -> None:
+        slots = [self._header, self._transcript, self._live, self._notice]
+        stream: dict[str, Any] = {
+            "show_progress": "hidden", "concurrency_limit": None, "trigger_mode": "multiple",
+            "api_visibility": "private",
+        }  # fmt: skip
+        call = {**stream, "queue": False}
+        self._events.open(self._on_open, None, slots, **stream)
+        self._events.retry(self._on_retry, self._options, slots, **stream)
+        self._events.stop(self._on_stop, None, None, **call)
+        self._events.rename(self._on_rename, None, slots, **call)
+        self._events.remove(self._on_remove, None, slots, **call)
+        self._send.click(
+            self._on_send, [self._chat, self._box, self._prompt, *self._options], slots,
+            js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **stream,
+        ).then(None, None, None, js="() => keepwarm.sent()")  # fmt: skip
+        self._mode.change(
+            lambda mode: gr.update(visible=mode == MY_SAMPLING), self._mode, self._sampling, **call
+        )  # fmt: skip
+
+    @property
+    def _options(self) -> list[Any]:
+        return [self._mode, self._temperature, self._top_p, self._seed, self._max_tokens]
+
+    async def _on_open(self, event: gr.EventData, request: gr.Request) -> AsyncIterator[Outputs]:
+        chat = str(event.chat)
+        if chat.startswith(NEW):
+            self._newest.pop(str(request.session_hash), None)
+            yield {**self._show_new(chat), self._notice: {"chat": chat, "html": ""}}
+            return
+        turn = self._service.live_turn(chat)
+        try:
+            shown = await self._show(chat, turn)
+        except SessionNotFound as error:
+            yield {self._notice: {"chat": chat, "html": html.notice(str(error)), "gone": True}}
+            return
+        yield {**shown, self._notice: {"chat": chat, "html": ""}}
+        async for outputs in self._follow(turn, request):
+            yield outputs
+
+    async def _on_send(
+        self, chat: str, text: str, prompt: str, *options: Any, request: gr.Request
+    ) -> AsyncIterator[Outputs]:
+        """Send `text`; a new chat is stored with its first message. On an error the text stays in its box."""
+        was = chat
+        user = self._service.user.id
+        try:
+            if chat.startswith(NEW):
+                chat = (await self._service.create_session(user, prompt)).id
+            try:
+                turn = await self._service.send(user, chat, text, turn_options(*options))
+            except ChatError:
+                if was != chat:
+                    await self._service.delete_session(user, chat)
+                raise
+        except ChatError as error:
+            yield {self._notice: {"chat": was, "html": html.notice(str(error))}}
+            return
+        shown = await self._show(chat, turn)
+        for packet in shown.values():
+            packet["was"] = was
+        yield {**shown, self._notice: {"chat": chat, "was": was, "html": "", "sent": True}}
+        async for outputs in self._follow(turn, request):
+            yield outputs
+
+    async def _on_retry(self, *options: Any, event: gr.EventData, request: gr.Request) -> AsyncIterator[Outputs]:
+        chat = str(event.chat)
+        try:
+            turn = await self._service.retry(self._service.user.id, chat, turn_options(*options))
+            shown = await self._show(chat, turn)
+        except ChatError as error:
+            yield {self._notice: {"chat": chat, "html": html.notice(str(error))}}
+            return
+        yield {**shown, self._notice: {"chat": chat, "html": ""}}
+        async for outputs in self._follow(turn, request):
+            yield outputs
+
+    async def _on_stop(self, event: gr.EventData) -> None:
+        await self._service.stop(self._service.user.id, str(event.chat))
+
+    async def _on_rename(self, event: gr.EventData) -> Outputs:
+        chat = str(event.chat)
+        try:
+            await self._service.rename(self._service.user.id, chat, str(event.title))
+            detail = await self._service.session(self._service.user.id, chat)
+        except ChatError as error:
+            return {self._notice: {"chat": str(event.current), "html": html.notice(str(error))}}
+        return {self._header: self._header_packet(detail)}
+
+    async def _on_remove(self, event: gr.EventData) -> Outputs:
+        try:
+            await self._service.delete_session(self._service.user.id, str(event.chat))
+        except SessionNotFound:
+            pass  # another tab was first; gone is what was asked for
+        except ChatError as error:
+            return {self._notice: {"chat": str(event.current), "html": html.notice(str(error))}}
+        return {self._notice: gr.skip()}
+
+    # --- packets ----------------------------------------------------------------------------------------------------
+
+    async def _follow(self, turn: LiveTurn | None, request: gr.Request) -> AsyncIterator[Outputs]:
+        """Stream `turn` to a tab until it is done, or until a newer event of that tab takes over."""
+        tab, mine = str(request.session_hash), object()
+        self._newest[tab] = mine
+        if turn is None:
+            del self._newest[tab]
+            return
+        async with aclosing(turn.watch(TICK_S)) as views:
+            async for view in views:
+                if self._newest.get(tab) is not mine:
+                    return
+                if view.state == "done":
+                    break
+                yield {self._live: {"chat": turn.session_id, "html": html.live_reply(view), "running": True}}
+        if self._newest.get(tab) is mine:
+            del self._newest[tab]
+        try:
+            yield await self._show(turn.session_id, None)
+        except SessionNotFound:
+            return  # deleted while it was running
+
+    async def _show(self, chat: str, turn: LiveTurn | None) -> Outputs:
+        """A stored chat, and the reply being written in it, as packets for all slots."""
+        detail = await self._service.session(self._service.user.id, chat)
+        live = html.live_reply(turn.view) if turn else ""
+        return {
+            self._header: self._header_packet(detail),
+            self._transcript: {"chat": chat, "html": html.transcript(detail, turn.message_id if turn else None)},
+            self._live: {"chat": chat, "html": live, "running": turn is not None},
+        }
+
+    def _show_new(self, chat: str) -> Outputs:
+        return {
+            self._header: {
+                "chat": chat, "html": html.chat_header(""), "title": "", "prompt": None, "fixed": False,
+            },
+            self._transcript: {"chat": chat, "html": html.empty_chat()},
+            self._live: {"chat": chat, "html": "", "running": False},
+        }  # fmt: skip
+
+    @staticmethod
+    def _header_packet(detail: SessionDetail) -> Packet:
+        return {
+            "chat": detail.id,
+            "html": html.chat_header(detail.title, detail.context_tokens, detail.context_length),
+            "title": detail.title,
+            "prompt": detail.system_prompt,
+            "fixed": detail.system_prompt_fixed,
+        }
+
+
+def turn_options(
+    mode: str, temperature: float, top_p: float, seed: float | None, max_tokens: float | None
+) -> TurnOptions:
+    """The settings area's values as the service takes them; an empty number means "the default"."""
+    sampling = None
+    if mode == MY_SAMPLING:
+        sampling = Sampling(
+            temperature=float(temperature), top_p=float(top_p), seed=None if seed is None else int(seed)
+        )
+    return TurnOptions(sampling=sampling, max_tokens=int(max_tokens) if max_tokens else None)

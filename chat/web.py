@@ -1,0 +1,96 @@
+"""Assemble the one web application: guards first, then the API and the page's own routes, then the page at "/".
+
+The order matters: routes added after the page is mounted at "/" are never reached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import gradio as gr
+from fastapi import FastAPI
+from fastapi.staticfiles import StaticFiles
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from chat.api import api_router
+from chat.guard import add_guards
+from chat.page import build_page
+from chat.page_state import page_router
+from chat.page_theme import page_theme
+from chat.service import ChatService
+from chat.settings import VERSION, Settings
+
+ASSETS = Path(__file__).parent.parent / "assets"
+
+# Nothing from elsewhere, ever: neither Gradio nor a reply can make the browser fetch what is not this server's.
+CONTENT_POLICY = "; ".join(
+    (
+        "default-src 'self'",
+        "script-src 'self' 'unsafe-inline' 'unsafe-eval'",  # Gradio evaluates the templates of its components
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "font-src 'self' data:",
+        "connect-src 'self'",
+        "object-src 'none'",
+        "base-uri 'self'",
+        "form-action 'self'",
+        "frame-ancestors 'none'",
+    )
+)
+
+
+def build_app(service: ChatService, settings: Settings) -> FastAPI:
+    """The whole application over a service that its caller starts and closes."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+    app = FastAPI(title="Keepwarm", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    add_guards(app, settings)
+    app.add_middleware(PageHeaders)
+    app.include_router(api_router(service))
+    app.include_router(page_router(service))
+    app.mount("/page/assets", StaticFiles(directory=ASSETS / "page"), name="page-assets")
+    return gr.mount_gradio_app(
+        app,
+        build_page(service),
+        path="/",
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        ssr_mode=False,
+        enable_monitoring=False,
+        mcp_server=False,
+        pwa=False,
+        favicon_path=str(ASSETS / "page" / "favicon.png"),
+        theme=page_theme(),
+        head=_head(),
+    )
+
+
+def _head() -> str:
+    """The page's own style and script, named by their content so that a browser never keeps an old one."""
+    return f'<link rel="stylesheet" href="{_asset("page.css")}">\n<script src="{_asset("page.js")}"></script>'
+
+
+def _asset(name: str) -> str:
+    digest = hashlib.sha256((ASSETS / "page" / name).read_bytes()).hexdigest()[:12]
+    return f"/page/assets/{name}?v={digest}"
+
+
+class PageHeaders:
+    """Adds the content policy and its companions to every HTTP response; plain ASGI, so that streams stay streams."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = CONTENT_POLICY
+                headers["X-Content-Type-Options"] = "nosniff"
+                headers["Referrer-Policy"] = "no-referrer"
+            await send(message)
+
+        await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
