@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.free import FreeBlocks
@@ -211,6 +212,18 @@ class BlockManager:
     def leased_blocks(self) -> int:
         """Blocks that at least one lease holds."""
         return len(self.blocks) - len(self.idle)
+
+    def counts(self) -> dict[str, Any]:
+        """What `protocol.Snapshot` says of blocks."""
+        return {
+            "total_blocks": self.total_blocks,
+            "free_blocks": len(self.free),
+            "leased_blocks": self.leased_blocks,
+            "idle_blocks": len(self.idle),
+            "reused_tokens": self.reused_tokens,
+            "evicted_blocks": self.evicted_blocks,
+            "session_tokens": self.session_tokens(),
+        }
 
     def session_tokens(self) -> dict[str, int]:
         """Tokens of each session that the pool holds; shared ones count for each of their sessions."""

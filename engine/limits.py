@@ -1,0 +1,66 @@
+"""What a request must satisfy before it may wait: it says no early, with the value, the limit and the fix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.protocol import RejectCode, Submit
+
+MAX_SAMPLES = 128
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model and the pool can hold, in tokens and blocks."""
+
+    context_length: int
+    vocab_size: int
+    block_size: int
+    total_blocks: int
+
+    def max_tokens(self, submit: Submit) -> int:
+        """How long a reply may get: what was asked for, and no longer than the context."""
+        return min(submit.max_tokens, self.context_length - len(submit.token_ids))
+
+    @property
+    def pool_full(self) -> str:
+        """Why a reply that runs alone cannot go on."""
+        return f"the pool of {self.total_blocks} blocks ({self.total_blocks * self.block_size} tokens) is full"
+
+    @property
+    def context_full(self) -> str:
+        """Why a reply ends before it is as long as was asked for."""
+        return f"the context of {self.context_length} tokens is full"
+
+    def refusal(self, submit: Submit) -> tuple[RejectCode, str] | None:
+        """Why this can never run; None when it can."""
+        wrong = self._wrong_value(submit)
+        if wrong is not None:
+            return "invalid", wrong
+        length = len(submit.token_ids)
+        if length >= self.context_length:
+            return "too_long", (
+                f"the prompt has {length} tokens; the model's context holds {self.context_length}, one of them for the "
+                "reply. Shorten the prompt or start a new chat"
+            )
+        blocks = -(-length // self.block_size)
+        if blocks > self.total_blocks:
+            return "never_fits", (
+                f"the prompt has {length} tokens and needs {blocks} blocks; the pool holds {self.total_blocks} "
+                f"({self.total_blocks * self.block_size} tokens). Shorten the prompt or raise device_kv"
+            )
+        return None
+
+    def _wrong_value(self, submit: Submit) -> str | None:
+        if not submit.token_ids:
+            return "the prompt is empty; send at least one token"
+        if submit.max_tokens < 1:
+            return f"max_tokens is {submit.max_tokens}; it must be at least 1"
+        if not 1 <= submit.n <= MAX_SAMPLES:
+            return f"n is {submit.n}; it must be 1 to {MAX_SAMPLES}"
+        if not 0 <= submit.shared_len <= len(submit.token_ids):
+            return f"shared_len is {submit.shared_len}; it must be 0 to the prompt's {len(submit.token_ids)} tokens"
+        outside = next((token for token in submit.token_ids if not 0 <= token < self.vocab_size), None)
+        if outside is not None:
+            return f"token id {outside} is outside the vocabulary of {self.vocab_size}"
+        return None
