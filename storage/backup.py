@@ -1,22 +1,17 @@
-"""The copy of the database that is made before a migration, and how deletions reach it too.
+"""The copy of the database that is made before a migration.
 
-One backup is kept: the newest, `backups/keepwarm-<revision>.sqlite3` in the data directory.
+One is kept: the newest, `backups/keepwarm-<revision>.sqlite3` in the data directory.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import sqlite3
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from storage.database import connect, scrub
+from storage.database import connect
 
 DIRECTORY = "backups"
-
-log = logging.getLogger(__name__)
 
 
 def make_backup(path: Path, revision: str) -> Path:
@@ -34,24 +29,12 @@ def make_backup(path: Path, revision: str) -> Path:
         source.backup(copy)
         copy.execute("PRAGMA journal_mode=DELETE").fetchall()
     partial.replace(target)
-    for other in directory.glob("keepwarm-*.sqlite3"):
+    for other in backups(path):
         if other != target:
             other.unlink()
     return target
 
 
-def forget_in_backups(path: Path, session_ids: Sequence[str]) -> None:
-    """Delete these sessions from the backups beside the database at `path`, for deleting means everywhere.
-
-    Every revision has `sessions(id)` and cascades from it. A backup that cannot be edited is removed instead.
-    """
-    for backup in sorted((path.parent / DIRECTORY).glob("keepwarm-*")):
-        try:
-            with closing(connect(backup)) as copy:
-                copy.execute("BEGIN IMMEDIATE")
-                copy.executemany("DELETE FROM sessions WHERE id = ?", [(each,) for each in session_ids])
-                copy.execute("COMMIT")
-                scrub(copy)
-        except sqlite3.Error as error:
-            log.warning("removed the backup %s, for a deleted chat could not be removed from it: %s", backup, error)
-            backup.unlink(missing_ok=True)
+def backups(path: Path) -> list[Path]:
+    """The backups of the database at `path`, also one left unfinished by a killed process."""
+    return sorted((path.parent / DIRECTORY).glob("keepwarm-*"))

@@ -1,4 +1,4 @@
-"""One SQLite file: its connections, its transactions, and how deleted text leaves it. Knows no table of ours.
+"""One SQLite file: its connections and its transactions. Knows no table.
 
 The rules, and why:
 
@@ -8,18 +8,16 @@ The rules, and why:
 - synchronous=FULL: a commit is on the disk before the call returns, so an acknowledged message also survives a power
   cut. (A kill -9 alone would lose nothing under NORMAL either: what a process wrote to a file stays in the operating
   system's cache when the process dies. FULL costs one fsync a commit, on the writer's thread.)
-- secure_delete overwrites freed content with zeros, but SQLite copies live rows between pages when it rebalances a
-  tree, and the copies left behind in a page's unused part are not zeroed. Hence `scrub`, which rebuilds the file.
+- secure_delete overwrites what is freed with zeros; `storage.deletion` does the rest.
 - temp_store=MEMORY keeps text that SQLite sorts out of temporary files.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -29,13 +27,12 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from storage.errors import DataDirectoryError, StorageError, typed_errors
+from storage.errors import DataDirectoryError, typed_errors
 
 FILE_NAME = "keepwarm.sqlite3"
 BUSY_S = 10.0
 READERS = 4
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -51,6 +48,8 @@ def prepare(data_dir: Path) -> Path:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        if not path.is_file():
+            raise DataDirectoryError(path.parent, f"{FILE_NAME} in it is not a file")
         path.chmod(0o600)
     except OSError as error:
         raise DataDirectoryError(path.parent, error.strerror or str(error)) from error
@@ -110,7 +109,7 @@ def reading_engine(path: Path) -> Engine:
 
 
 class Database:
-    """The open file. `write`, `scrub_if_due` and `close` belong to one thread, `read` to any; all of them block."""
+    """The open file. `write`, `raw` and `close` belong to one thread, `read` to any; all of them block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -127,48 +126,17 @@ class Database:
         with typed_errors(self.path), Session(self.reader) as db, db.begin():
             return work(db)
 
-    def scrub_if_due(self) -> None:
-        """Finish a deletion: rebuild the file and empty the WAL, if `mark_scrub_due` was committed since the last time.
-
-        Takes about half a second per 100 MB. A failure (no room for the rebuilt copy) is logged and leaves it due for
-        the next deletion, the next close or the next start.
-        """
-        raw = self.writer.raw_connection()
-        try:
-            connection = cast(sqlite3.Connection, raw.driver_connection)
-            with typed_errors(self.path):
-                if connection.execute("PRAGMA user_version").fetchone() == (SCRUB_DUE,):
-                    scrub(connection)
-        except StorageError as error:
-            log.warning("deleted text may remain in unused parts of the database until the next try: %s", error)
-        finally:
-            raw.close()
+    @contextlib.contextmanager
+    def raw(self) -> Iterator[sqlite3.Connection]:
+        """The writing connection itself, outside any transaction, for what SQLite does to a whole file."""
+        with typed_errors(self.path):
+            pooled = self.writer.raw_connection()
+            try:
+                yield cast(sqlite3.Connection, pooled.driver_connection)
+            finally:
+                pooled.close()
 
     def close(self) -> None:
         """Close every connection; the last one to the file empties and removes the WAL."""
-        self.scrub_if_due()
         self.reader.dispose()
         self.writer.dispose()
-
-
-SCRUB_DUE = 1
-"""The value of SQLite's user_version while rows were deleted whose text may still be in unused parts of the file."""
-
-
-def mark_scrub_due(db: Session) -> None:
-    """Note, in the transaction that deletes, that a scrub is owed; a killed process pays at its next start."""
-    db.connection().exec_driver_sql(f"PRAGMA user_version={SCRUB_DUE}")
-
-
-def scrub(connection: sqlite3.Connection) -> None:
-    """Rebuild the file from its live rows, clear the mark, and empty the WAL. Raises sqlite3.Error."""
-    connection.execute("PRAGMA temp_store=FILE")  # the copy is as large as the database: not in memory
-    try:
-        connection.execute("VACUUM")
-    finally:
-        connection.execute("PRAGMA temp_store=MEMORY")
-    (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    if busy:
-        raise sqlite3.OperationalError("a reader holds the write-ahead log")
-    connection.execute("PRAGMA user_version=0")
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

@@ -1,4 +1,4 @@
-"""Open a data directory's database at this program's revision, or say why not. Knows revisions, not what they change."""
+"""Open a data directory's database at this program's revision, or say why not. Knows no table."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from alembic.script import ScriptDirectory
 
 from storage.backup import make_backup
 from storage.database import Database, connect, prepare, writing_engine
+from storage.deletion import scrub_if_due
 from storage.errors import DatabaseDamaged, DatabaseTooNew, DataDirectoryError, MigrationFailed, typed_errors
 
 SCRIPTS = Path(__file__).parent / "migrations"
@@ -29,7 +30,7 @@ def open_database(data_dir: Path) -> Database:
     path = prepare(data_dir)
     migrate(path)
     database = Database(path)
-    database.scrub_if_due()
+    scrub_if_due(database)
     return database
 
 

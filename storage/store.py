@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from storage import messages, saved, sessions
-from storage.backup import forget_in_backups
-from storage.database import READERS, Database, mark_scrub_due
+from storage.database import READERS, Database
+from storage.deletion import mark_scrub_due, scrub_if_due
 from storage.errors import StoreClosed
 from storage.migrate import open_database
 from storage.records import (
@@ -69,8 +69,12 @@ class Store:
             return
         self._closed = True
         await asyncio.to_thread(self._readers.shutdown)
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._database.close)
+        await asyncio.get_running_loop().run_in_executor(self._writer, self._close_database)
         self._writer.shutdown(wait=False)
+
+    def _close_database(self) -> None:
+        scrub_if_due(self._database)
+        self._database.close()
 
     async def _write(self, work: Callable[[Session], T]) -> T:
         if self._closed:
@@ -183,12 +187,8 @@ class Store:
 
         found = await self._write(work)
         if found:  # a job of its own, so that deletions that came together share it
-            await asyncio.get_running_loop().run_in_executor(self._writer, self._forget, found)
+            await asyncio.get_running_loop().run_in_executor(self._writer, scrub_if_due, self._database)
         return found
-
-    def _forget(self, session_ids: Sequence[str]) -> None:
-        self._database.scrub_if_due()
-        forget_in_backups(self._database.path, session_ids)
 
     # Messages
 
