@@ -1,0 +1,168 @@
+"""The settings: where each value comes from, which place wins, and one line for whatever is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from chat.settings import Settings, SettingsError, default_file, is_loopback, load_settings
+
+
+def complaint(flags: dict[str, object] | None = None, saved: dict[str, str] | None = None) -> str:
+    """The one line that a wrong setting gives."""
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags or {}, lambda _: saved or {})
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.fixture
+def file(home: Path) -> Path:
+    """The default settings file, in an existing folder."""
+    default_file().parent.mkdir(parents=True)
+    return default_file()
+
+
+def test_without_a_word_everything_has_its_default(home: Path) -> None:
+    settings = load_settings({})
+    assert (settings.host, settings.port, settings.model) == ("127.0.0.1", 7860, "smollm2")
+    assert (settings.device, settings.dtype, settings.device_kv) == ("auto", "auto", None)
+    assert (settings.browser, settings.log_level, settings.config) == (True, "warning", None)
+    assert settings.data_dir.is_relative_to(home)
+
+
+def test_the_nearest_of_five_places_wins(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"device_kv": "16MiB"}
+    assert load_settings({}).device_kv is None
+    assert load_settings({}, lambda _: saved).device_kv == 16 * 2**20
+    file.write_text('device_kv = "32MiB"\n')
+    assert load_settings({}, lambda _: saved).device_kv == 32 * 2**20
+    monkeypatch.setenv("KEEPWARM_DEVICE_KV", "64MiB")
+    assert load_settings({}, lambda _: saved).device_kv == 64 * 2**20
+    assert load_settings({"device_kv": "128MiB"}, lambda _: saved).device_kv == 128 * 2**20
+
+
+def test_each_setting_is_merged_by_itself(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('port = 8001\nmodel = "from/file"\ndtype = "float32"\n')
+    monkeypatch.setenv("KEEPWARM_MODEL", "from/variable")
+    monkeypatch.setenv("KEEPWARM_DTYPE", "bfloat16")
+    settings = load_settings({"dtype": "float16", "port": None}, lambda _: {"log_level": "debug"})
+    assert (settings.port, settings.model, settings.dtype) == (8001, "from/variable", "float16")
+    assert settings.log_level == "debug"
+
+
+def test_saved_values_are_read_from_the_directory_that_won(tmp_path: Path, file: Path) -> None:
+    file.write_text('data_dir = "beside"\n')
+    asked: list[Path] = []
+    settings = load_settings({}, lambda folder: asked.append(folder) or {})
+    assert settings.data_dir == file.parent / "beside"
+    assert asked == [settings.data_dir]
+
+
+def test_saved_values_cannot_move_the_directory_they_are_in_and_may_be_of_other_kinds(tmp_path: Path) -> None:
+    saved = {"data_dir": "/elsewhere", "config": "/elsewhere.toml", "theme": "dark"}
+    settings = load_settings({"data_dir": str(tmp_path)}, lambda _: saved)
+    assert (settings.data_dir, settings.config) == (tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("256MiB", 256 * 2**20), ("1.5 GB", 1_500_000_000), ("2GiB", 2**31), ("1048576", 2**20), ("64 mib", 2**26)],
+)
+def test_sizes_as_people_write_them(text: str, size: int) -> None:
+    assert load_settings({"device_kv": text}).device_kv == size
+
+
+@pytest.mark.parametrize("text", ["-5", "0", "12 parsecs", "MiB", ""])
+def test_what_is_not_a_size_is_named(text: str) -> None:
+    expected = "(from --device-kv): not a size; write it like 256MiB, 1.5GB or a number of bytes"
+    assert complaint({"device_kv": text}) == f"device_kv = {text!r} {expected}"
+
+
+def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWARM_PORT", "")
+    assert load_settings({}).port == 7860
+
+
+def test_a_settings_model_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_settings({}).port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("port", ["abc", "-1", "65536", "78.5", ""])
+def test_a_bad_port(port: str) -> None:
+    assert (
+        complaint({"port": port}) == f"port = {port!r} (from --port): not a port; give a whole number from 0 to 65535"
+    )
+
+
+def test_a_bad_choice_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWARM_DEVICE", "cudda")
+    assert complaint() == (
+        "device = 'cudda' (from KEEPWARM_DEVICE): not one of auto, cpu, cuda, mps; the nearest is 'cuda'"
+    )
+    assert "the nearest is 'float32'" in complaint({"dtype": "fp32", "device": "cpu"})
+
+
+def test_a_bad_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPWARM_BROWSER", "perhaps")
+    expected = "(from KEEPWARM_BROWSER): not a yes or a no; write true or false"
+    assert complaint() == f"browser = 'perhaps' {expected}"
+    monkeypatch.setenv("KEEPWARM_BROWSER", "no")
+    assert load_settings({}).browser is False
+
+
+def test_a_bad_saved_value_says_that_it_was_saved_and_a_flag_helps() -> None:
+    assert complaint(saved={"dtype": "int3"}).startswith("dtype = 'int3' (from the value saved in the app): not one of")
+    assert load_settings({"dtype": "auto"}, lambda _: {"dtype": "int3"}).dtype == "auto"
+
+
+def test_a_bad_value_in_the_file_names_the_file(file: Path) -> None:
+    file.write_text('device_kv = "lots"\n')
+    assert complaint().startswith(f"device_kv = 'lots' (from {file}): not a size")
+
+
+def test_unknown_names_get_the_nearest_known_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('data-dir = "x"\n')
+    assert complaint() == f"unknown key 'data-dir' in {file}; the nearest known one is 'data_dir'"
+    file.write_text('config = "other.toml"\n')
+    assert complaint().startswith("unknown key 'config'")
+    monkeypatch.setenv("KEEPWARM_PROT", "1")
+    assert complaint() == "unknown variable KEEPWARM_PROT; the nearest known one is KEEPWARM_PORT"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, file: Path) -> None:
+    absent = tmp_path / "absent.toml"
+    assert complaint({"config": str(absent)}) == f"config = {str(absent)!r} (from --config): there is no such file"
+    file.write_text("port = \n")
+    assert complaint().startswith(f"the settings file {file} is not valid TOML: ")
+    file.write_bytes(b"model = '\xff'")
+    assert complaint().startswith(f"the settings file {file} cannot be read: ")
+
+
+def test_a_named_file_replaces_the_default_one(tmp_path: Path, file: Path) -> None:
+    file.write_text("port = 8001\n")
+    other = tmp_path / "other.toml"
+    other.write_text('dtype = "float32"\n')
+    settings = load_settings({"config": str(other)})
+    assert (settings.port, settings.dtype, settings.config) == (7860, "float32", other)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", "127.0.0.300", ""])
+def test_other_machines_are_refused_until_there_are_users(host: str) -> None:
+    assert complaint({"host": host}).startswith(
+        f"host = {host!r} (from --host): only a loopback address is allowed until there are users with passwords"
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_loopback_addresses_are_taken(host: str) -> None:
+    assert is_loopback(host)
+    assert load_settings({"host": host}).host == host
+
+
+def test_every_setting_says_what_it_is() -> None:
+    assert all(field.description for field in Settings.model_fields.values())
