@@ -110,8 +110,9 @@ def is_loopback(host: str) -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The entry of `known` that looks most like `name`."""
-    return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
+    """The entry of `known` that looks most like `name`, whatever its case."""
+    spelt = {entry.lower(): entry for entry in known}
+    return spelt[difflib.get_close_matches(name.lower(), list(spelt), n=1, cutoff=0.0)[0]]
 
 
 def flag(name: str) -> str:
@@ -163,7 +164,7 @@ def _from_environment() -> dict[str, Given]:
     known = [variable(name) for name in _known()]
     for key in os.environ:
         if key.upper().startswith(PREFIX) and key.upper() not in known:
-            raise SettingsError(f"unknown variable {key}; the nearest known one is {nearest(key.upper(), known)}")
+            raise SettingsError(f"unknown variable {key}; the nearest known one is {nearest(key, known)}")
     return {name: Given(value, variable(name)) for name, value in EnvSettingsSource(Settings)().items()}
 
 
