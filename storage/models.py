@@ -6,7 +6,7 @@ columns never follows the pages of a long text.
 
 from __future__ import annotations
 
-from sqlalchemy import CheckConstraint, ForeignKey, Index, LargeBinary, MetaData, Text, UniqueConstraint, text
+from sqlalchemy import CheckConstraint, Double, ForeignKey, Index, LargeBinary, MetaData, Text, UniqueConstraint, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 ROLES = ("system", "user", "assistant")
@@ -29,7 +29,7 @@ class Base(DeclarativeBase):
             "ix": "ix_%(table_name)s_%(column_0_name)s",
         }
     )
-    type_annotation_map = {str: Text(), bytes: LargeBinary()}  # noqa: RUF012 - SQLAlchemy's own protocol
+    type_annotation_map = {str: Text(), bytes: LargeBinary(), float: Double()}  # noqa: RUF012 - SQLAlchemy's own protocol
 
 
 class UserRow(Base):
@@ -60,7 +60,9 @@ class SessionRow(Base):
     created_at: Mapped[float]
     updated_at: Mapped[float]
     expires_at: Mapped[float | None] = mapped_column(index=True)
-    leaf_id: Mapped[str | None] = mapped_column(ForeignKey("messages.id", ondelete="SET NULL"), index=True)
+    leaf_id: Mapped[str | None] = mapped_column(
+        ForeignKey("messages.id", ondelete="SET NULL", use_alter=True), index=True
+    )
     title: Mapped[str]
     system_prompt: Mapped[str]
 

@@ -85,16 +85,16 @@ def list_sessions(
 
 def change_session(db: Session, user_id: str, session_id: str, changes: dict[str, Any]) -> SessionRecord | None:
     """Set these columns; None when the session is not this user's. A new leaf must be a message of the session."""
+    if not owned_session_id(db, user_id, session_id):
+        return None
     leaf_id = changes.get("leaf_id")
-    statement = update(SessionRow).where(SessionRow.id == session_id, SessionRow.user_id == user_id)
-    if changes:
-        db.execute(statement.values(**changes).execution_options(synchronize_session=False))
-    session = find_session(db, user_id, session_id)
-    if session is not None and leaf_id is not None:
+    if leaf_id is not None:
         home = db.scalar(select(MessageRow.session_id).where(MessageRow.id == leaf_id))
         if home != session_id:
             raise UnknownMessage(leaf_id, session_id)
-    return session
+    if changes:
+        db.execute(update(SessionRow).where(SessionRow.id == session_id).values(**changes))
+    return find_session(db, user_id, session_id)
 
 
 def delete_sessions(db: Session, session_ids: Sequence[str]) -> None:
