@@ -1,5 +1,7 @@
 """The files on disk: who may read them, what happens to a bad one, and that deleted text leaves all of them."""
 
+# ruff: noqa: ASYNC240 - a test may wait for its own small files
+
 from __future__ import annotations
 
 import random
