@@ -9,6 +9,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+# OpenMP threads spin while they wait for each other: on a busy machine of few cores two of them can be ten times slower
+# than one, and tests are busy. Engine processes that tests start inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 

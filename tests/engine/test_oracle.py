@@ -128,13 +128,20 @@ def test_eight_chats_of_32_tokens_take_at_most_40_forward_passes(make, chats) ->
 
 
 def test_preempted_sequences_continue_as_they_began(make, chats) -> None:
-    longest = max(len(prompt) for prompt, _ in (chat[0] for chat in chats))
-    engine = make(blocks=3 * -(-(longest + NEW) // 32))
-    requests = [engine.submit(chat[0][0], NEW, session=f"s{i}", stop_ids=[2]) for i, chat in enumerate(chats)]
+    # Room for three prompts that share a block, and for one of them to grow. The longest comes first, so that the
+    # second to grow takes a block of the newest one's, which is to be computed again.
+    longest_first = sorted(chats, key=lambda chat: -len(chat[0][0]))[:3]
+    engine = make(blocks=5)
+    requests = [engine.submit(chat[0][0], 3 * NEW, session=f"s{i}") for i, chat in enumerate(longest_first)]
     engine.run()
-    for request, chat in zip(requests, chats, strict=True):
-        assert engine.replies[request][0] == chat[0][1]
-    assert sum(engine.finished[r][0].usage.preemptions for r in requests) > 0
+    for request, chat in zip(requests, longest_first, strict=True):
+        assert engine.replies[request][0][:NEW] == chat[0][1]
+        assert engine.replies[request][0] == make().reply(chat[0][0], 3 * NEW)
+    usages = [engine.finished[request][0].usage for request in requests]
+    assert sum(usage.preemptions for usage in usages) > 0
+    assert sum(usage.recomputed_tokens for usage in usages) > 0
+    spent = sum(usage.computed_tokens + usage.recomputed_tokens + usage.output_tokens - 1 for usage in usages)
+    assert engine.runner.forwarded_tokens == spent
 
 
 def test_chunked_reading_gives_the_same_reply(make, chats) -> None:
