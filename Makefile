@@ -1,6 +1,6 @@
 # make run starts Keepwarm, make test tests it; both set .venv up first, and again whenever a lock file changes.
 
-.PHONY: run test lint format mutants lock clean
+.PHONY: run test lint format bench mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -23,6 +23,9 @@ lint: .venv/installed-dev  ## ruff and mypy
 format: .venv/installed-dev  ## put the code into ruff's form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+bench: .venv/installed-dev  ## replay chats against a fresh server and measure; options in ARGS="--sessions 4"
+	@$(BIN)/python -m tests.bench $(ARGS)
 
 mutants: .venv/installed-dev  ## sabotage the code line by line; each sabotage must turn a test red
 	@$(BIN)/python -m tests.mutants
