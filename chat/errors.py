@@ -41,6 +41,15 @@ class SessionBusy(ChatError):
         super().__init__("A reply is still being written in this chat; wait for it or stop it first.")
 
 
+class SystemPromptFixed(ChatError):
+    """The system prompt is part of what the model has read once a message was sent."""
+
+    code = "system_prompt_fixed"
+
+    def __init__(self) -> None:
+        super().__init__("The system prompt is fixed once a message was sent; start a new chat to use another.")
+
+
 class EmptyMessage(ChatError):
     """Nothing but white space was sent."""
 

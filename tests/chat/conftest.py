@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from chat.service import ChatService
 from chat.templates import ChatTemplate
+from engine.protocol import Submit
+from storage.store import Store
+from tests.chat.fake_engine import END, FakeEngine
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +31,36 @@ def with_template(embedded_model: Path, tmp_path: Path) -> Callable[[str], ChatT
         return ChatTemplate.load(tmp_path)
 
     return load
+
+
+@pytest.fixture
+def replies(template: ChatTemplate) -> dict[str, list[int]]:
+    """What the fake engine answers, by the words of the last user message; "Fine." to everything else."""
+    return {"": [*template.encode_text("Fine."), END]}
+
+
+@pytest.fixture
+def engine(embedded_model: Path, template: ChatTemplate, replies: dict[str, list[int]]) -> FakeEngine:
+    def script(submit: Submit, index: int) -> list[int]:
+        asked = template.tokenizer.decode(submit.token_ids, skip_special_tokens=False).rsplit("<|im_start|>user\n", 1)[
+            1
+        ]
+        words = asked.split("<|im_end|>")[0]
+        return replies.get(f"{words}#{index}") or replies.get(words) or replies[""]
+
+    return FakeEngine(embedded_model, script)
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    opened = await Store.open(tmp_path / "data")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def service(store: Store, engine: FakeEngine) -> AsyncIterator[ChatService]:
+    made = ChatService(store, engine)  # type: ignore[arg-type]
+    await made.start()
+    yield made
+    await made.close()

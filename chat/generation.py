@@ -1,0 +1,180 @@
+"""One request to the engine and the replies that come of it, as text with times.
+
+Knows nothing of sessions, storage or pages. Whoever iterates `Generation.events` sees each piece of text once, in
+order; the engine never waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady
+from chat.streaming import Codec, ReplyText
+from chat.views import Figures
+from engine.protocol import Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
+
+EventStream = AsyncGenerator[Progress | Tokens | Finished | Rejected, None]
+
+
+class Engine(Protocol):
+    """The part of `EngineClient` that a generation needs."""
+
+    def stream(self, submit: Submit) -> AsyncIterator[Progress | Tokens | Finished | Rejected]:
+        """Submit and yield what comes of it."""
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request within one step."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of reply `index`."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Reply `index` is over."""
+
+    index: int
+
+
+class Reply:
+    """One of a generation's replies. `finish_reason` None: not over, or ended by an error."""
+
+    def __init__(self, codec: Codec, stops: Iterable[str], stop_ids: Iterable[int]) -> None:
+        self.content = ReplyText(codec, stops, stop_ids)
+        self.finish_reason: FinishReason | None = None
+        self.detail = ""
+        self.usage: Usage | None = None
+        self.over = False
+        self.first_text_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more text can come: the engine said so, or a stop string was found."""
+        return self.over or self.content.stopped
+
+    def figures(self, started: float) -> Figures | None:
+        """The figures of this reply, for a turn that `started` then; None while the engine has not told its usage."""
+        if self.usage is None:
+            return None
+        tpot = None
+        if self.content.sampled > 1 and self.first_token_at is not None and self.last_token_at is not None:
+            tpot = (self.last_token_at - self.first_token_at) / (self.content.sampled - 1)
+        return Figures(
+            prompt_tokens=self.usage.prompt_tokens,
+            reused_tokens=self.usage.device_tokens,
+            computed_tokens=self.usage.computed_tokens,
+            recomputed_tokens=self.usage.recomputed_tokens,
+            output_tokens=self.content.sampled,
+            ttft_s=None if self.first_text_at is None else self.first_text_at - started,
+            tpot_s=tpot,
+        )
+
+
+class Generation:
+    """A request and its `submit.n` replies. Iterate `events` once; `error` and `retryable` say how it failed, if so.
+
+    `started` is the time, on `timer`, from which people wait.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        submit: Submit,
+        codec: Codec,
+        stops: Iterable[str] = (),
+        *,
+        started: float | None = None,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.submit = submit
+        self.started = timer() if started is None else started
+        self.replies = [Reply(codec, tuple(stops), submit.stop_ids) for _ in range(submit.n)]
+        self.progress: Progress | None = None
+        self.error: ChatError | None = None
+        self._engine = engine
+        self._timer = timer
+        self._stop_wanted = False
+
+    async def stop(self) -> None:
+        """End the replies where they are, within one step of the engine."""
+        self._stop_wanted = True
+        await self._engine.cancel(self.submit.request_id)
+
+    async def events(self) -> AsyncIterator[Progress | Piece | Ended]:
+        """What happens, in order; ends when all replies are over, or with `error` set."""
+        if self._stop_wanted:  # before the engine ever heard of it
+            for index, reply in enumerate(self.replies):
+                reply.finish_reason, reply.over = "cancelled", True
+                yield Ended(index)
+            return
+        async with aclosing(cast(EventStream, self._engine.stream(self.submit))) as stream:
+            async for event in stream:
+                match event:
+                    case Progress():
+                        self.progress = event
+                        yield event
+                    case Tokens():
+                        if piece := await self._take(event):
+                            yield Piece(event.index, piece)
+                    case Finished():
+                        if piece := self._finish(event):
+                            yield Piece(event.index, piece)
+                        yield Ended(event.index)
+                    case Rejected():
+                        self.error = error_of(event)
+        for index, reply in enumerate(self.replies):
+            if not reply.over and (piece := reply.content.finish()):
+                yield Piece(index, piece)
+
+    def total_s(self) -> float:
+        """Seconds since the turn started."""
+        return self._timer() - self.started
+
+    async def _take(self, event: Tokens) -> str:
+        reply = self.replies[event.index]
+        if reply.ended:
+            return ""
+        now = self._timer()
+        reply.first_token_at = now if reply.first_token_at is None else reply.first_token_at
+        reply.last_token_at = now
+        piece = reply.content.push(event.token_ids)
+        if piece and reply.first_text_at is None:
+            reply.first_text_at = now
+        if reply.content.stopped:
+            reply.finish_reason = "stop"
+            if all(other.ended for other in self.replies):
+                await self._engine.cancel(self.submit.request_id)
+        return piece
+
+    def _finish(self, event: Finished) -> str:
+        reply = self.replies[event.index]
+        reply.usage, reply.detail, reply.over = event.usage, event.detail, True
+        reply.finish_reason = reply.finish_reason or event.reason
+        piece = reply.content.finish()
+        if piece and reply.first_text_at is None:
+            reply.first_text_at = self._timer()
+        return piece
+
+
+def error_of(event: Rejected) -> ChatError:
+    """The engine's refusal as an error that a face can show."""
+    match event.code:
+        case "not_ready":
+            return NotReady(event.message)
+        case "invalid":
+            return InvalidRequest(event.message)
+        case "too_long":
+            return ChatError(event.message, code="context_length_exceeded")
+        case code:
+            return EngineFailed(event.message, code=code, retryable=event.retryable)

@@ -1,0 +1,251 @@
+"""The chat service: sessions, their turns and their ledgers, for every face alike.
+
+Owns which turns run. Knows storage and the engine's protocol; knows nothing of HTTP and of pages. Every method takes
+the user who asks and answers for that user's chats alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from chat.completion import ApiTurn, Completions, Request
+from chat.conversation import Asked, Conversations, title_of
+from chat.errors import EmptyMessage, SessionNotFound, SystemPromptFixed, check_text
+from chat.model import Models
+from chat.templates import Entry
+from chat.turns import SAVE_SECONDS, LiveTurn
+from chat.views import Figures, MessageView, SessionDetail, SessionView, TurnOptions
+from engine.client import EngineClient, EngineState
+from engine.errors import EngineUnavailable
+from storage.records import MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
+from storage.store import Store
+
+log = logging.getLogger(__name__)
+
+EXPIRY_SECONDS = 3600.0  # how often expired API chats are removed
+
+
+class ChatService:
+    """What the faces talk to. One per server; made and used on one event loop."""
+
+    user: UserRecord
+    """The implicit user of a loopback server; there after `start`."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: EngineClient,
+        *,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.perf_counter,
+        save_seconds: float = SAVE_SECONDS,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._clock = clock
+        self._timer = timer
+        self._models = Models(engine)
+        self._conversations = Conversations(store, engine, self._models, timer=timer, save_seconds=save_seconds)
+        self._completions = Completions(store, engine, clock=clock, timer=timer)
+        self._chores: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Mark what a killed server left half-written, remove expired API chats, and read the tokenizer once known."""
+        self.user = await self._store.implicit_admin()
+        interrupted = await self._store.interrupt_streaming()
+        if interrupted:
+            log.info("%d replies were interrupted when the server ended", interrupted)
+        self._chores = [asyncio.create_task(self._expire()), asyncio.create_task(self._models.follow())]
+
+    async def close(self) -> None:
+        """End all turns, keeping what was delivered as "interrupted". Takes well under a second."""
+        for chore in self._chores:
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        await asyncio.gather(self._conversations.close(), self._completions.close())
+
+    # --- the engine's state -----------------------------------------------------------------------------------------
+
+    def status(self) -> EngineState:
+        """Where the engine is."""
+        return self._engine.state
+
+    def watch_status(self) -> AsyncIterator[EngineState]:
+        """The engine's state now, then each change."""
+        return self._engine.watch()
+
+    # --- sessions ---------------------------------------------------------------------------------------------------
+
+    async def sessions(self, user_id: str, limit: int = 200) -> list[SessionView]:
+        """The user's chats, the last touched first. Reads no messages."""
+        return [self._session_view(record) for record in await self._store.sessions(user_id, limit=limit)]
+
+    async def session(self, user_id: str, session_id: str) -> SessionDetail:
+        """The chat along its current path. Raises SessionNotFound."""
+        record = await self._owned(user_id, session_id)
+        live = self._conversations.live(session_id)  # before reading: a turn that ends meanwhile is still known
+        path = await self._store.path(session_id)
+        turns = await self._store.turns(session_id)
+        live = live or self._conversations.live(session_id)
+        capabilities = self._engine.state.capabilities
+        return SessionDetail(
+            id=record.id,
+            title=record.title,
+            updated_at=record.updated_at,
+            running=self._conversations.is_running(session_id),
+            system_prompt=record.system_prompt,
+            messages=tuple(_message_view(m, turns.get(m.id), live) for m in path if m.role != "system"),
+            context_tokens=sum(len(message.token_ids) for message in path),
+            context_length=capabilities.context_length if capabilities else 0,
+        )
+
+    async def create_session(self, user_id: str, system_prompt: str | None = None) -> SessionView:
+        """A new, empty chat. Raises InvalidText."""
+        prompt = _prompt_of(system_prompt or "")
+        return self._session_view(await self._store.create_session(user_id, system_prompt=prompt))
+
+    async def set_system_prompt(self, user_id: str, session_id: str, system_prompt: str) -> None:
+        """Change it in a chat without messages. Raises SessionNotFound, InvalidText, SystemPromptFixed."""
+        prompt = _prompt_of(system_prompt)
+        record = await self._owned(user_id, session_id)
+        if record.leaf_id is not None or self._conversations.is_running(session_id):
+            raise SystemPromptFixed
+        await self._store.update_session(user_id, session_id, system_prompt=prompt, touch=False)
+
+    async def rename(self, user_id: str, session_id: str, title: str) -> SessionView:
+        """Give the chat a title; "" lets the next message give it one. Raises SessionNotFound, InvalidText."""
+        check_text(title, "title")
+        record = await self._store.update_session(user_id, session_id, title=title_of(title), touch=False)
+        if record is None or record.origin != "chat":
+            raise SessionNotFound(session_id)
+        return self._session_view(record)
+
+    async def delete_session(self, user_id: str, session_id: str) -> None:
+        """Stop the chat's turn, delete the chat and forget its blocks. Raises SessionNotFound."""
+        await self._owned(user_id, session_id)
+        await self._conversations.stop(session_id)
+        if not await self._store.delete_session(user_id, session_id):
+            raise SessionNotFound(session_id)
+        await self._forget_blocks([session_id])
+
+    # --- turns ------------------------------------------------------------------------------------------------------
+
+    async def send(self, user_id: str, session_id: str, text: str, options: TurnOptions | None = None) -> LiveTurn:
+        """Store the message and begin the reply. On an error nothing was stored.
+
+        Raises EmptyMessage, InvalidText, NotReady, SessionNotFound, SessionBusy, PromptTooLong, TemplateError.
+        """
+        started = self._timer()
+        if not text.strip():
+            raise EmptyMessage
+        check_text(text, "message")
+
+        async def work() -> LiveTurn:
+            return await self._conversations.send(await self._asked(user_id, session_id, options, started), text)
+
+        return await self._conversations.carry_out(work())
+
+    async def retry(self, user_id: str, session_id: str, options: TurnOptions | None = None) -> LiveTurn:
+        """A new reply to the last user message, beside the ones it has. Raises as `send`, and NothingToRetry."""
+        started = self._timer()
+
+        async def work() -> LiveTurn:
+            return await self._conversations.retry(await self._asked(user_id, session_id, options, started))
+
+        return await self._conversations.carry_out(work())
+
+    async def stop(self, user_id: str, session_id: str) -> None:
+        """End the running reply where it is; nothing happens when none runs. Raises SessionNotFound."""
+        await self._owned(user_id, session_id)
+        await self._conversations.stop(session_id)
+
+    def live_turn(self, session_id: str) -> LiveTurn | None:
+        """The turn that runs in this chat, if one does."""
+        return self._conversations.live(session_id)
+
+    async def complete(
+        self,
+        user_id: str,
+        messages: Sequence[Entry],
+        options: TurnOptions | None = None,
+        n: int = 1,
+        session_hint: str | None = None,
+    ) -> ApiTurn:
+        """Answer a stateless client's whole chat `n` times. `session_hint` is the client's own name for it.
+
+        Raises NotReady, InvalidRequest, InvalidText, PromptTooLong, TemplateError.
+        """
+        request = Request(tuple(messages), options or TurnOptions(), self._timer(), n, session_hint)
+        return await self._completions.begin(self.user, await self._models.get(), request)
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    async def _owned(self, user_id: str, session_id: str) -> SessionRecord:
+        record = await self._store.session(user_id, session_id)
+        if record is None or record.origin != "chat":
+            raise SessionNotFound(session_id)
+        return record
+
+    def _session_view(self, record: SessionSummary) -> SessionView:
+        return SessionView(record.id, record.title, record.updated_at, self._conversations.is_running(record.id))
+
+    async def _asked(self, user_id: str, session_id: str, options: TurnOptions | None, started: float) -> Asked:
+        return Asked(self.user, await self._owned(user_id, session_id), options or TurnOptions(), started)
+
+    async def _expire(self) -> None:
+        while True:
+            with contextlib.suppress(EngineUnavailable):
+                await self._forget_blocks(await self._store.delete_expired(self._clock()))
+            await asyncio.sleep(EXPIRY_SECONDS)
+
+    async def _forget_blocks(self, session_ids: Sequence[str]) -> None:
+        for session_id in session_ids:
+            with contextlib.suppress(EngineUnavailable):  # a new engine process holds no blocks of it
+                await self._engine.drop(session_id)
+
+
+def _message_view(message: MessageRecord, turn: TurnRecord | None, live: LiveTurn | None) -> MessageView:
+    view = MessageView(
+        id=message.id,
+        role=message.role,
+        text=message.text,
+        status=message.status,
+        finish_reason=message.finish_reason,  # type: ignore[arg-type]
+        error=message.error,
+        figures=None if turn is None else _figures(turn),
+        created_at=message.created_at,
+    )
+    if message.status != "streaming":
+        return view
+    if live is None or live.message_id != message.id:  # its end could not be saved
+        return replace(view, status="interrupted")
+    now = live.view
+    return replace(
+        view,
+        text=now.text,
+        status=now.status or "streaming",
+        finish_reason=now.finish_reason,
+        error=now.error,
+        figures=now.figures,
+    )
+
+
+def _prompt_of(text: str) -> str:
+    return check_text(text, "system prompt") if text.strip() else ""
+
+
+def _figures(turn: TurnRecord) -> Figures:
+    return Figures(
+        prompt_tokens=turn.prompt_tokens,
+        reused_tokens=turn.device_tokens,
+        computed_tokens=turn.computed_tokens,
+        recomputed_tokens=turn.recomputed_tokens,
+        output_tokens=turn.output_tokens,
+        ttft_s=turn.ttft_s,
+        tpot_s=turn.tpot_s,
+    )

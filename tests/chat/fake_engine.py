@@ -1,0 +1,133 @@
+"""An engine without a model: it plays replies from a script, and keeps books of what a prefix cache would reuse.
+
+It has the interface of `EngineClient` and its promises; the same tests run on the real one where the model matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from engine.client import EngineState
+from engine.protocol import Capabilities, Dropped, Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
+
+END = 2
+Script = Callable[[Submit, int], list[int]]
+
+
+class FakeEngine:
+    """Each token waits for `gate`, which closes after `tokens_until_pause`; `tokens_until_death` ends in a crash."""
+
+    def __init__(self, model_path: Path, script: Script, context_length: int = 8192) -> None:
+        self.script = script
+        self.capabilities = Capabilities(
+            model_name="fake-smollm2",
+            model_path=str(model_path),
+            fingerprint="f" * 16,
+            device="cpu",
+            dtype="float32",
+            attention="none",
+            context_length=context_length,
+            vocab_size=49152,
+            eos_ids=[END],
+            block_size=32,
+            total_blocks=64,
+            kv_bytes_per_token=1,
+            threads=1,
+            commands=[],
+        )
+        self.state = EngineState("ready", capabilities=self.capabilities)
+        self.submits: list[Submit] = []
+        self.cancelled: list[str] = []
+        self.dropped: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.tokens_until_death: int | None = None
+        self.tokens_until_pause: int | None = None
+        self.reject: Rejected | None = None
+        self._changed = asyncio.Event()
+        self._known: list[list[int]] = []
+        self._wake: dict[str, asyncio.Event] = {}
+
+    def set_state(self, state: EngineState) -> None:
+        self.state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def watch(self) -> AsyncIterator[EngineState]:
+        while True:
+            changed = self._changed
+            yield self.state
+            await changed.wait()
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        if request_id in self._wake:
+            self._wake[request_id].set()
+
+    async def drop(self, session_id: str) -> Dropped:
+        self.dropped.append(session_id)
+        return Dropped(call_id="", blocks=0, bytes=0)
+
+    async def stream(self, submit: Submit) -> AsyncIterator[Progress | Tokens | Finished | Rejected]:
+        request_id = submit.request_id
+        self.submits.append(submit)
+        if self.reject is not None:
+            yield Rejected(request_id=request_id, code=self.reject.code, message=self.reject.message, retryable=False)
+            return
+        cancel = self._wake[request_id] = asyncio.Event()
+        reused = self._reused(submit.token_ids)
+        total = len(submit.token_ids)
+        yield Progress(request_id=request_id, state="reading", reused=reused, read=total - reused, total=total)
+        for index in range(submit.n):
+            written: list[int] = []
+            reason: FinishReason = "length"
+            for token in self.script(submit, index)[: submit.max_tokens]:
+                await self._gate_or(cancel)
+                if cancel.is_set():
+                    reason = "cancelled"
+                    break
+                if self.tokens_until_death is not None:
+                    self.tokens_until_death -= 1
+                    if self.tokens_until_death < 0:
+                        message = "the engine stopped unexpectedly (SIGKILL)"
+                        yield Rejected(request_id=request_id, code="engine_died", message=message, retryable=True)
+                        return
+                if self.tokens_until_pause is not None:
+                    self.tokens_until_pause -= 1
+                    if self.tokens_until_pause == 0:
+                        self.gate.clear()
+                written.append(token)
+                yield Tokens(request_id=request_id, index=index, token_ids=[token])
+                await asyncio.sleep(0)
+                if token in submit.stop_ids:
+                    reason = "stop"
+                    break
+            self._known.append([*submit.token_ids, *written[:-1]])
+            usage = Usage(
+                prompt_tokens=total,
+                device_tokens=reused,
+                computed_tokens=total - reused,
+                recomputed_tokens=0,
+                output_tokens=len(written),
+                preemptions=0,
+                queue_s=0.0,
+                first_token_s=0.0,
+                total_s=0.0,
+            )
+            yield Finished(request_id=request_id, index=index, reason=reason, usage=usage)
+            reused = total - 1
+
+    async def _gate_or(self, cancel: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(self.gate.wait()), asyncio.ensure_future(cancel.wait())]
+        _, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in left:
+            wait.cancel()
+
+    def _reused(self, prompt: list[int]) -> int:
+        best = 0
+        for known in self._known:
+            common = next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), None)
+            best = max(best, min(len(known), len(prompt)) if common is None else common)
+        return min(best, len(prompt) - 1)
