@@ -61,7 +61,7 @@ def expected_reply(
 
 
 class FakeModel:
-    """A `Runner`. `steps` and `forwarded_tokens` count at the forward call; `fail_next` makes one pass break half-way."""
+    """A `Runner` that counts steps and tokens at the forward call; `fail_next` makes one pass break half-way."""
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.pool = KVPool(LAYERS, blocks, block_size, 1, 2, torch.float64, "cpu")

@@ -14,7 +14,7 @@ from tests.engine.fake_model import VOCABULARY, FakeModel, StepError, expected_r
 
 
 class Rig:
-    """Submit, step, look. Time goes by 1 s a step. Freed pages are filled with NaN, and the laws checked at each step."""
+    """Submit, step, look. Time goes by 1 s a step. Freed pages turn NaN, and the laws are checked at each step."""
 
     def __init__(
         self, blocks: int = 64, block_size: int = 4, max_batch_tokens: int = 64, context_length: int = 512
@@ -40,7 +40,7 @@ class Rig:
         self.finished: dict[str, dict[int, Finished]] = defaultdict(dict)
         self.rejected: dict[str, Rejected] = {}
         self.progress: dict[str, list[Progress]] = defaultdict(list)
-        self.batches: list[Batch] = []
+        self.events: list[Event] = []
         self._numbers = count()
 
     def submit(self, token_ids: list[int], max_tokens: int = 4, session: str = "s", **fields: Any) -> str:
@@ -58,7 +58,6 @@ class Rig:
         batch = self.scheduler.schedule()
         self.note(self.scheduler.take_events())
         if batch is not None:
-            self.batches.append(batch)
             assert 0 < batch.tokens <= self.scheduler.max_batch_tokens
             try:
                 sampled = self.model.run(batch)
@@ -73,8 +72,10 @@ class Rig:
         """Step until nothing is left; how many passes that took."""
         steps = 0
         while not self.scheduler.idle:
-            assert self.step() is not None, "requests wait, and nothing runs"
-            steps += 1
+            if self.step() is not None:
+                steps += 1
+            else:
+                assert self.scheduler.idle, "requests wait, and nothing runs"
             assert steps < limit, "no end in sight"
         return steps
 
@@ -103,21 +104,13 @@ class Rig:
         """The conservation law."""
         assert self.scheduler.violations() == []
 
-    def chain(self, token_ids: list[int], session: str = "s") -> list[int]:
-        """The ids of the full blocks that a prompt of these tokens finds."""
-        return [block.id for block in self._match(token_ids, session).full]
-
     def evicted_next(self) -> list[list[int]]:
         """The tokens of the idle blocks, in the order in which they would go."""
         return [block.token_ids for block in self.manager.idle.order()]
 
-    def _match(self, token_ids: list[int], session: str) -> Any:
-        from engine.cache.block import Scope
-
-        return self.manager.match(Scope(session), token_ids)
-
     def note(self, events: list[Event]) -> None:
         """Keep what was said; compare an ended reply with what the model says without a cache."""
+        self.events += events
         for event in events:
             match event:
                 case Tokens():

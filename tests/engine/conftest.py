@@ -1,0 +1,38 @@
+"""Fixtures for the engine's tests that need no model; each checks the conservation law when the test has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.engine.cache.books import Books
+from tests.engine.rig import Rig
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    """Makes rigs: a scheduler over a fake model."""
+    rigs: list[Rig] = []
+
+    def make(**sizes: int) -> Rig:
+        rigs.append(Rig(**sizes))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.check()
+
+
+@pytest.fixture
+def make_books() -> Iterator[Callable[..., Books]]:
+    """Makes managers without a pool."""
+    made: list[Books] = []
+
+    def make(blocks: int = 8, block_size: int = 4, fingerprint: bytes = b"test") -> Books:
+        made.append(Books(blocks, block_size, fingerprint))
+        return made[-1]
+
+    yield make
+    for books in made:
+        assert books.violations() == []
