@@ -65,6 +65,7 @@ class ApiTurn:
         self._events: asyncio.Queue[ApiEvent | None] = asyncio.Queue()
         self._heard = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None  # kept, because a task that nobody holds may vanish
 
     @property
     def replies(self) -> Sequence[Reply]:
@@ -110,6 +111,15 @@ class ApiTurn:
         if self._task is not None and not self._task.done():
             await self._generation.stop()
             await asyncio.wait([self._task])
+
+    def abandon(self) -> None:
+        """Stop without waiting, because the client went away; nothing happens to a turn that is over."""
+        if self._task is not None and not self._task.done():
+            self._stopping = asyncio.create_task(self.stop())
+
+    def total_s(self) -> float:
+        """Seconds since the request came."""
+        return self._generation.total_s()
 
     def start(self, store: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
         """Begin; `store` is called when the engine is done, and awaited before the end is told."""
