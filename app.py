@@ -11,12 +11,11 @@ import logging
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,11 +23,13 @@ from chat.instance import AlreadyRunning, DataDirError, Instance
 from chat.settings import PREFIX, VERSION, Settings, SettingsError, flag, load_settings, nearest
 
 if TYPE_CHECKING:
+    from chat.service import ChatService
+    from chat.serving import Server
     from engine.client import EngineClient
+    from engine.config import EngineConfig
+    from storage import Store
 
-T = TypeVar("T")
-
-CLOSE_LIMIT = 1.2  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
+CLOSE_LIMIT = 1.5  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
 BROWSER_SECONDS = 3.0  # that a browser may take to open before a second start ends
 USAGE_ERROR = 2
 
@@ -155,84 +156,112 @@ def show_running(held: AlreadyRunning, settings: Settings) -> int:
     return 0
 
 
+@dataclass
+class Parts:
+    """What is open so far; only this module opens and closes it."""
+
+    engine: EngineClient
+    store: Store | None = None
+    service: ChatService | None = None
+    server: Server | None = None
+    serving: asyncio.Task[None] | None = None
+
+
 async def serve(settings: Settings, listener: socket.socket, instance: Instance) -> int:
     """Open the parts, wait for a signal, close them in reverse. Returns the exit code."""
     from chat.serving import catch_signals, say
+    from engine.client import EngineClient
 
     stop = catch_signals()
-    async with AsyncExitStack() as parts:
-        parts.callback(instance.withdraw)
-        opening = asyncio.create_task(open_parts(settings, listener, instance, parts))
-        stopped = asyncio.create_task(stop.wait())
+    parts = Parts(EngineClient(engine_config(settings)))
+    opening = asyncio.create_task(open_parts(parts, settings, listener, instance))
+    stopped = asyncio.create_task(stop.wait())
+    try:
         await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             opening.result()
             await stopped
-        instance.withdraw()
         say("Ending; everything so far is kept.")
+    finally:
+        instance.withdraw()
         opening.cancel()
         await asyncio.wait({opening})
+        await close_parts(parts)
     return 0
 
 
-async def open_parts(settings: Settings, listener: socket.socket, instance: Instance, parts: AsyncExitStack) -> None:
-    """Open everything and return when the model is ready. Each part's end is left in `parts`.
+async def open_parts(parts: Parts, settings: Settings, listener: socket.socket, instance: Instance) -> None:
+    """Open everything and return when the model is ready.
 
     The engine loads in its process while the web side is still being imported, and the page is there before the model.
     """
     from chat.serving import open_page, page_url, say
-    from engine.client import EngineClient
-    from engine.config import EngineConfig
 
     started, url = time.monotonic(), page_url(settings)
     say(f"Keepwarm {VERSION} starts at {url}, with its data in {settings.data_dir}")
-    config = EngineConfig(
-        cache_dir=str(settings.data_dir / "models"),
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        device_kv=settings.device_kv,
-    )
-    engine = EngineClient(config)
-    parts.push_async_callback(close, "the engine", engine.close)
-    await engine.start()
-    telling = asyncio.create_task(tell_until_ready(engine, url, started))
-    parts.callback(telling.cancel)
-
-    serving = await open_web(settings, listener, engine, parts)
-    instance.announce(url)
-    await asyncio.wait({telling, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        raise StartError("the web server could not start; --log-level debug says more")
-    await telling
+    await parts.engine.start()
+    telling = asyncio.create_task(tell_until_ready(parts.engine, url, started))
+    opening = asyncio.create_task(open_web(parts, settings, listener))
+    try:
+        await asyncio.wait({telling, opening}, return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            await telling  # a model that cannot be loaded is said before the page is there
+        serving = await opening
+        instance.announce(url)
+        await asyncio.wait({telling, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            raise StartError("the web server could not start; --log-level debug says more")
+        await telling
+    finally:
+        telling.cancel()
+        opening.cancel()
+        await asyncio.wait({telling, opening})
     if settings.browser:
         open_page(url)
 
 
-async def open_web(
-    settings: Settings, listener: socket.socket, engine: EngineClient, parts: AsyncExitStack
-) -> asyncio.Task[None]:
+async def open_web(parts: Parts, settings: Settings, listener: socket.socket) -> asyncio.Task[None]:
     """Open what a person meets, from the store to the page. Returns the task in which the web server runs."""
+    from chat.serving import Server, in_thread
+
     await in_thread(lambda: importlib.import_module("chat.web"))  # gradio takes seconds
     from chat.service import ChatService
-    from chat.serving import Server
     from chat.web import build_app
     from storage import StorageError, Store
 
     try:
-        store = await Store.open(settings.data_dir)
+        parts.store = await Store.open(settings.data_dir)
     except StorageError as error:
         raise StartError(str(error)) from error
-    parts.push_async_callback(close, "the store", store.close)
-    service = ChatService(store, engine)
-    await service.start()
-    server = Server(build_app(service, settings))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    # Read from the end: the server takes no more, the service ends the turns and their streams, then both are over.
-    parts.push_async_callback(close, "the web server", lambda: asyncio.wait({serving}))
-    parts.push_async_callback(close, "the chat service", service.close)
-    parts.callback(setattr, server, "should_exit", True)
-    return serving
+    parts.service = ChatService(parts.store, parts.engine)
+    await parts.service.start()
+    parts.server = Server(build_app(parts.service, settings))
+    parts.serving = asyncio.create_task(parts.server.serve(sockets=[listener]))
+    return parts.serving
+
+
+async def close_parts(parts: Parts) -> None:
+    """The server takes no more, the service ends the turns, then streams and engine end together, the store is last."""
+    if parts.server:
+        parts.server.should_exit = True
+    if parts.service:
+        await close("the chat service", parts.service.close())
+    ending = [close("the engine", parts.engine.close())]
+    if parts.serving:
+        ending.append(close("the web server", asyncio.wait({parts.serving})))
+    await asyncio.gather(*ending)
+    if parts.store:
+        await close("the store", parts.store.close())
+
+
+async def close(what: str, closing: Awaitable[object]) -> None:
+    """Close one part; one that fails or hangs is logged and does not keep the others from closing."""
+    try:
+        await asyncio.wait_for(closing, CLOSE_LIMIT)
+    except TimeoutError:
+        log.warning("%s did not end within %s s", what, CLOSE_LIMIT)
+    except Exception:
+        log.exception("%s did not end cleanly", what)
 
 
 async def tell_until_ready(engine: EngineClient, url: str, started: float) -> None:
@@ -251,38 +280,17 @@ async def tell_until_ready(engine: EngineClient, url: str, started: float) -> No
             say(f"  {stage} ...")
 
 
-# --- small parts ------------------------------------------------------------------------------------------------------
+def engine_config(settings: Settings) -> EngineConfig:
+    """What the engine is started with."""
+    from engine.config import EngineConfig
 
-
-async def close(what: str, closing: Callable[[], Awaitable[object]]) -> None:
-    """Close one part; one that fails or hangs is logged and does not keep the others from closing."""
-    try:
-        await asyncio.wait_for(closing(), CLOSE_LIMIT)
-    except TimeoutError:
-        log.warning("%s did not end within %s s", what, CLOSE_LIMIT)
-    except Exception:
-        log.exception("%s did not end cleanly", what)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run `function` in a thread that, unlike asyncio's own, does not keep a process that wants to end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(setter: Callable[[Any], None], value: object) -> None:
-        if not future.done():
-            setter(value)
-
-    def work() -> None:
-        try:
-            outcome: tuple[Callable[[Any], None], object] = (future.set_result, function())
-        except Exception as error:
-            outcome = (future.set_exception, error)
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, *outcome)
-
-    threading.Thread(target=work, daemon=True).start()
-    return await future
+    return EngineConfig(
+        cache_dir=str(settings.data_dir / "models"),
+        model=settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        device_kv=settings.device_kv,
+    )
 
 
 if __name__ == "__main__":

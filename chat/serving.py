@@ -14,14 +14,17 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
 
 from chat.settings import Settings
+
+T = TypeVar("T")
 
 
 class ListenError(Exception):
@@ -81,6 +84,27 @@ def catch_signals() -> asyncio.Event:
         if hasattr(signal, name) and not (name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN):
             signal.signal(getattr(signal, name), on_signal)
     return stop
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run `function` in a thread that, unlike asyncio's own, does not keep a process that wants to end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: object) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            outcome: tuple[Callable[[Any], None], object] = (future.set_result, function())
+        except Exception as error:
+            outcome = (future.set_exception, error)
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await future
 
 
 def open_page(url: str) -> threading.Thread:

@@ -80,11 +80,11 @@ class App:
         """What it wrote to the error stream so far."""
         return self._errors.read_text()
 
-    def interrupt(self) -> float:
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> float:
         """Ctrl-C; returns the seconds that it took to end."""
         self._remember_children()
         begun = time.monotonic()
-        os.killpg(self.process.pid, signal.SIGINT)
+        os.killpg(self.process.pid, number)
         self.process.wait(timeout=30)
         return time.monotonic() - begun
 
@@ -136,15 +136,15 @@ def hold_tab(url: str) -> Iterator[None]:
         yield
 
 
-def replies(data_dir: Path) -> list[list[tuple[str, str, str]]]:
+def chats(data_dir: Path) -> list[list[tuple[str, str, str]]]:
     """Every chat as (role, status, text) from root to leaf, read from the database of a server that has ended."""
 
     async def read() -> list[list[tuple[str, str, str]]]:
         store = await Store.open(data_dir)
         try:
             user = await store.implicit_admin()
-            chats = await store.sessions(user.id, origin="api")
-            paths = [await store.path(chat.id) for chat in chats]
+            sessions = await store.sessions(user.id, origin="api")
+            paths = [await store.path(session.id) for session in sessions]
         finally:
             await store.close()
         return [[(message.role, message.status, message.text) for message in path] for path in paths]
