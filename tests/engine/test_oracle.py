@@ -128,18 +128,18 @@ def test_eight_chats_of_32_tokens_take_at_most_40_forward_passes(make, chats) ->
 
 
 def test_preempted_sequences_continue_as_they_began(make, chats) -> None:
-    # Room for three prompts that share a block, and for one of them to grow. The longest comes first, so that the
-    # second to grow takes a block of the newest one's, which is to be computed again.
-    longest_first = sorted(chats, key=lambda chat: -len(chat[0][0]))[:3]
+    # Two prompts of two blocks each, and one block more: the first takes it when it grows, the second steps back when
+    # it would grow, and the first's next block is one of the second's, which is to be computed again.
     engine = make(blocks=5)
-    requests = [engine.submit(chat[0][0], 3 * NEW, session=f"s{i}") for i, chat in enumerate(longest_first)]
+    lengths = (5 * NEW, 2 * NEW)
+    requests = [engine.submit(chats[i][0][0], length, session=f"s{i}") for i, length in enumerate(lengths)]
     engine.run()
-    for request, chat in zip(requests, longest_first, strict=True):
+    for request, chat, length in zip(requests, chats, lengths, strict=False):
         assert engine.replies[request][0][:NEW] == chat[0][1]
-        assert engine.replies[request][0] == make().reply(chat[0][0], 3 * NEW)
+        assert engine.replies[request][0] == make().reply(chat[0][0], length)
     usages = [engine.finished[request][0].usage for request in requests]
-    assert sum(usage.preemptions for usage in usages) > 0
-    assert sum(usage.recomputed_tokens for usage in usages) > 0
+    assert [usage.preemptions for usage in usages] == [0, 1]
+    assert usages[1].recomputed_tokens > 0
     spent = sum(usage.computed_tokens + usage.recomputed_tokens + usage.output_tokens - 1 for usage in usages)
     assert engine.runner.forwarded_tokens == spent
 
