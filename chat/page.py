@@ -8,25 +8,31 @@ tab is the newest, so that an older one stops streaming.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import gradio as gr
 
 from chat import page_html as html
-from chat.errors import ChatError, SessionNotFound
-from chat.service import ChatService, LiveTurn
+from chat.errors import ChatError, InvalidRequest, SessionNotFound
+from chat.service import ChatService
+from chat.turns import LiveTurn
 from chat.views import SessionDetail, TurnOptions
 from engine.protocol import Sampling
 
 NEW = "new-"  # the browser's names for chats that have no message yet, and so are not stored
+NOWHERE = NEW + "0"  # the new chat that stands in for one that does not exist
 TICK_S = 0.07  # between two updates of a growing reply; the first text goes out at once
 OWN_SAMPLING, MY_SAMPLING = "Model's own", "Set here"
+
+log = logging.getLogger(__name__)
 
 Packet = dict[str, Any]
 Outputs = dict[Any, Any]
 
+_DIGITS = gr.InputHTMLAttributes(autocomplete="off")
 _SLOT = "${{window.keepwarm ? keepwarm.accept('{name}', value) : ''}}"
 _SLOT_JS = "keepwarm.slot('{name}', props, watch);"
 _EVENTS_JS = "keepwarm.bind(trigger, ['open', 'retry', 'stop', 'rename', 'remove']);"
@@ -93,10 +99,13 @@ class ChatPage:
                 0, 2, 0.7, step=0.05, label="Temperature", info="0 always takes the likeliest token"
             )
             self._top_p = gr.Slider(0.05, 1, 0.95, step=0.01, label="Top-p", info="1 leaves nothing out")
-            self._seed = gr.Number(None, precision=0, minimum=0, label="Seed", placeholder="fresh each time")
-        self._max_tokens = gr.Number(
-            None, precision=0, minimum=1, label="Longest reply", info="In tokens", placeholder="as long as it needs"
-        )
+            self._seed = gr.Textbox(
+                label="Seed", placeholder="Fresh each time", lines=1, max_lines=1, html_attributes=_DIGITS
+            )
+        self._max_tokens = gr.Textbox(
+            label="Longest reply, in tokens", placeholder="As long as it needs", lines=1, max_lines=1,
+            html_attributes=_DIGITS,
+        )  # fmt: skip
 
     @staticmethod
     def _slot(name: str) -> gr.HTML:
@@ -120,10 +129,11 @@ class ChatPage:
         self._events.stop(self._on_stop, None, None, **call)
         self._events.rename(self._on_rename, None, slots, **call)
         self._events.remove(self._on_remove, None, slots, **call)
-        self._send.click(
+        sending = self._send.click(
             self._on_send, [self._chat, self._box, self._prompt, *self._options], slots,
             js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **stream,
-        ).then(None, None, None, js="() => keepwarm.sent()")  # fmt: skip
+        )  # fmt: skip
+        sending.failure(None, None, None, js="() => keepwarm.sent()")
         self._mode.change(
             lambda mode: gr.update(visible=mode == MY_SAMPLING), self._mode, self._sampling, **call
         )  # fmt: skip
@@ -142,29 +152,31 @@ class ChatPage:
         try:
             shown = await self._show(chat, turn)
         except SessionNotFound as error:
-            yield {self._notice: {"chat": chat, "html": html.notice(str(error)), "gone": True}}
+            instead = {**self._show_new(NOWHERE), self._notice: {"chat": NOWHERE, "html": html.notice(str(error))}}
+            yield {slot: {**packet, "was": chat} for slot, packet in instead.items()}
             return
         yield {**shown, self._notice: {"chat": chat, "html": ""}}
         async for outputs in self._follow(turn, request):
             yield outputs
 
     async def _on_send(
-        self, chat: str, text: str, prompt: str, *options: Any, request: gr.Request
+        self, request: gr.Request, chat: str, text: str, prompt: str, *options: Any
     ) -> AsyncIterator[Outputs]:
         """Send `text`; a new chat is stored with its first message. On an error the text stays in its box."""
         was = chat
         user = self._service.user.id
         try:
+            chosen = turn_options(*options)
             if chat.startswith(NEW):
                 chat = (await self._service.create_session(user, prompt)).id
             try:
-                turn = await self._service.send(user, chat, text, turn_options(*options))
-            except ChatError:
+                turn = await self._service.send(user, chat, text, chosen)
+            except Exception:
                 if was != chat:
                     await self._service.delete_session(user, chat)
                 raise
-        except ChatError as error:
-            yield {self._notice: {"chat": was, "html": html.notice(str(error))}}
+        except Exception as error:
+            yield self._problem(was, error)
             return
         shown = await self._show(chat, turn)
         for packet in shown.values():
@@ -173,28 +185,29 @@ class ChatPage:
         async for outputs in self._follow(turn, request):
             yield outputs
 
-    async def _on_retry(self, *options: Any, event: gr.EventData, request: gr.Request) -> AsyncIterator[Outputs]:
+    async def _on_retry(self, event: gr.EventData, request: gr.Request, *options: Any) -> AsyncIterator[Outputs]:
         chat = str(event.chat)
         try:
             turn = await self._service.retry(self._service.user.id, chat, turn_options(*options))
             shown = await self._show(chat, turn)
-        except ChatError as error:
-            yield {self._notice: {"chat": chat, "html": html.notice(str(error))}}
+        except Exception as error:
+            yield self._problem(chat, error)
             return
         yield {**shown, self._notice: {"chat": chat, "html": ""}}
         async for outputs in self._follow(turn, request):
             yield outputs
 
     async def _on_stop(self, event: gr.EventData) -> None:
-        await self._service.stop(self._service.user.id, str(event.chat))
+        with suppress(SessionNotFound):  # deleted in another tab, and so stopped
+            await self._service.stop(self._service.user.id, str(event.chat))
 
     async def _on_rename(self, event: gr.EventData) -> Outputs:
         chat = str(event.chat)
         try:
             await self._service.rename(self._service.user.id, chat, str(event.title))
             detail = await self._service.session(self._service.user.id, chat)
-        except ChatError as error:
-            return {self._notice: {"chat": str(event.current), "html": html.notice(str(error))}}
+        except Exception as error:
+            return self._problem(str(event.current), error)
         return {self._header: self._header_packet(detail)}
 
     async def _on_remove(self, event: gr.EventData) -> Outputs:
@@ -202,8 +215,8 @@ class ChatPage:
             await self._service.delete_session(self._service.user.id, str(event.chat))
         except SessionNotFound:
             pass  # another tab was first; gone is what was asked for
-        except ChatError as error:
-            return {self._notice: {"chat": str(event.current), "html": html.notice(str(error))}}
+        except Exception as error:
+            return self._problem(str(event.current), error)
         return {self._notice: gr.skip()}
 
     # --- packets ----------------------------------------------------------------------------------------------------
@@ -239,6 +252,15 @@ class ChatPage:
             self._live: {"chat": chat, "html": live, "running": turn is not None},
         }
 
+    def _problem(self, chat: str, error: Exception) -> Outputs:
+        """What went wrong as a notice above the message box, whose text is left alone."""
+        if isinstance(error, ChatError):
+            text = str(error)
+        else:
+            log.error("the page could not do what was asked", exc_info=error)
+            text = "That did not work: something went wrong inside Keepwarm. Its log has the details."
+        return {self._notice: {"chat": chat, "html": html.notice(text)}}
+
     def _show_new(self, chat: str) -> Outputs:
         return {
             self._header: {
@@ -259,13 +281,22 @@ class ChatPage:
         }
 
 
-def turn_options(
-    mode: str, temperature: float, top_p: float, seed: float | None, max_tokens: float | None
-) -> TurnOptions:
-    """The settings area's values as the service takes them; an empty number means "the default"."""
+def turn_options(mode: str, temperature: float, top_p: float, seed: str, max_tokens: str) -> TurnOptions:
+    """The settings area's values as the service takes them; an empty number means "the default".
+
+    Raises InvalidRequest for what is no whole number.
+    """
     sampling = None
     if mode == MY_SAMPLING:
-        sampling = Sampling(
-            temperature=float(temperature), top_p=float(top_p), seed=None if seed is None else int(seed)
-        )
-    return TurnOptions(sampling=sampling, max_tokens=int(max_tokens) if max_tokens else None)
+        sampling = Sampling(temperature=float(temperature), top_p=float(top_p), seed=_whole("Seed", seed, 0))
+    return TurnOptions(sampling=sampling, max_tokens=_whole("Longest reply", max_tokens, 1))
+
+
+def _whole(label: str, text: str, least: int) -> int | None:
+    """The number in `text`; None when it is empty."""
+    text = text.strip().replace(",", "")
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise InvalidRequest(f"{label} in the settings is “{text}”; it takes a whole number from {least} on, or nothing.")
+    return int(text)

@@ -50,7 +50,7 @@ it. To use another, start a new chat.</p>
 def chat_header(title: str, context_tokens: int = 0, context_length: int = 0) -> str:
     """The line above a chat: its title, the model (filled in by the page), how full the context is, the settings."""
     meter = ""
-    if context_length:
+    if context_tokens and context_length:
         share = min(100, round(100 * context_tokens / context_length))
         meter = (
             f'<span class="kw-meter" title="{context_tokens:,} of the {context_length:,} tokens that the model can '
@@ -130,7 +130,7 @@ def figures_line(figures: Figures) -> str:
     )
     if figures.recomputed_tokens:
         hint += f" {figures.recomputed_tokens:,} were read again, because the memory was full meanwhile."
-    return f'<span class="kw-figures" title="{hint}">{" · ".join(parts)}</span>'
+    return f'<span class="kw-figures" title="{hint}">{" · ".join(f"<span>{part}</span>" for part in parts)}</span>'
 
 
 @lru_cache(maxsize=2048)

@@ -57,7 +57,6 @@ window.keepwarm = (() => {
       if (name === "transcript") document.body.classList.remove("kw-opening");
       if (name === "notice") {
         if (packet.sent) afterSent();
-        if (packet.gone) newChat();
         sendingSince = 0;
         refreshSend();
       }
@@ -67,6 +66,7 @@ window.keepwarm = (() => {
   }
 
   function showHeader(packet) {
+    if (!header && !box().value) setValue(box(), sessionStorage.getItem(draftKey(current)) || ""); // after a reload
     header = packet;
     document.title = packet.title ? `${packet.title} · Keepwarm` : "Keepwarm";
     const prompt = $("#kw-prompt textarea");
@@ -461,7 +461,6 @@ window.keepwarm = (() => {
   // Called by Gradio's events component when it is there.
   function bind(fire) {
     trigger = fire;
-    setValue(box(), sessionStorage.getItem(draftKey(current)) || "");
     reopen();
     poll();
   }

@@ -1,0 +1,100 @@
+"""The list of chats and a chat's own settings: rename, delete, the system prompt, sampling."""
+
+from __future__ import annotations
+
+from playwright.sync_api import expect
+
+from tests.browser.driver import ChatDriver
+
+
+def test_a_chat_is_renamed(tab: ChatDriver) -> None:
+    tab.limit_replies(4)
+    tab.ask("A chat to be renamed.")
+    row = tab.row("A chat to be renamed.")
+    row.hover()
+    row.locator("[data-act=rename]").click()
+    name = tab.page.get_by_label("Name of the chat")
+    name.fill("  Better <b>name</b> ")
+    name.press("Enter")
+    expect(tab.page.locator("#kw-header h1")).to_have_text("Better <b>name</b>")
+    expect(tab.row("Better <b>name</b>")).to_have_count(1)
+    tab.page.reload()
+    tab.wait_usable()
+    expect(tab.page.locator("#kw-header h1")).to_have_text("Better <b>name</b>")
+
+
+def test_a_chat_is_deleted_only_after_a_confirmation(tab: ChatDriver) -> None:
+    tab.limit_replies(4)
+    tab.ask("A chat to be deleted.")
+    chat = tab.chat
+    row = tab.row("A chat to be deleted.")
+    row.hover()
+    row.locator("[data-act=remove]").click()
+    dialog = tab.page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Delete “A chat to be deleted.”?")
+    dialog.get_by_role("button", name="Keep").click()
+    expect(dialog).to_have_count(0)
+    expect(row).to_have_count(1)
+    row.hover()
+    row.locator("[data-act=remove]").click()
+    dialog.get_by_role("button", name="Delete").click()
+    expect(row).to_have_count(0)
+    expect(tab.page.locator(".kw-empty")).to_be_visible()
+    tab.open(chat)
+    expect(tab.notices).to_contain_text("There is no chat")
+    expect(tab.page.locator(".kw-empty")).to_be_visible()
+    expect(row).to_have_count(0)
+
+
+def test_a_chat_is_deleted_while_its_reply_is_written(tab: ChatDriver) -> None:
+    tab.send("Tell me a very long tale of a deleted chat.")
+    tab.wait_text_grows(5)
+    row = tab.row("Tell me a very long tale of a deleted chat.")
+    row.hover()
+    row.locator("[data-act=remove]").click()
+    tab.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(row).to_have_count(0)
+    expect(tab.page.locator(".kw-empty")).to_be_visible()
+    tab.limit_replies(4)
+    tab.ask("Still there?")
+
+
+def test_a_system_prompt_belongs_to_the_chat_it_started(tab: ChatDriver) -> None:
+    prompt = tab.page.get_by_label("System prompt")
+    expect(prompt).to_be_hidden()
+    tab.limit_replies(4)
+    tab.ask("Without a prompt.")
+    without = tab.figures().prompt
+    tab.new_chat()
+    tab.open_settings()
+    prompt.fill("You are the keeper of a lighthouse.\nAnswer in rhymes, always, and mention the lamp.")
+    tab.ask("Without a prompt.")
+    assert tab.figures().prompt != without
+    expect(prompt).to_have_js_property("readOnly", True)
+    expect(tab.page.locator("#kw-prompt-fixed")).to_be_visible()
+    tab.page.reload()
+    tab.wait_usable()
+    tab.open_settings()
+    expect(prompt).to_have_value("You are the keeper of a lighthouse.\nAnswer in rhymes, always, and mention the lamp.")
+    expect(prompt).to_have_js_property("readOnly", True)
+    tab.page.get_by_role("button", name="New chat with this prompt").click()
+    expect(prompt).to_have_js_property("readOnly", False)
+    expect(prompt).to_have_value("You are the keeper of a lighthouse.\nAnswer in rhymes, always, and mention the lamp.")
+    tab.new_chat()
+    expect(prompt).to_have_value("")
+
+
+def test_sampling_can_be_set(tab: ChatDriver) -> None:
+    tab.limit_replies(12)
+    tab.open_settings()
+    tab.page.get_by_label("Set here").check()
+    tab.page.get_by_label("number input for Temperature").fill("2")
+    tab.page.get_by_label("Seed").fill("7")
+    replies = []
+    for _ in range(2):
+        tab.new_chat()
+        replies.append(tab.ask("Write a line of a poem."))
+    assert replies[0] == replies[1], "the same seed draws the same words"
+    tab.page.get_by_label("Seed").fill("8")
+    tab.new_chat()
+    assert tab.ask("Write a line of a poem.") != replies[0]

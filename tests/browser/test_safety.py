@@ -1,0 +1,136 @@
+"""What is written in a chat is read, never run; the page looks after itself on small and dark screens."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, expect
+
+from storage import Store
+from tests.browser.driver import ChatDriver
+from tests.browser.server import Server
+
+CANARY = (
+    '<img src=x onerror="window.pwned=1"> <script>window.pwned=2</script> <svg onload="window.pwned=3"></svg>'
+    " [link](javascript:window.pwned=4) ![image](https://elsewhere.example/pixel.png)"
+)
+HOSTILE = f"{CANARY}\n\n```html\n{CANARY}\n```\n\n| {CANARY.replace('|', '')} |\n|---|\n| `{CANARY}` |\n"
+
+CONTRAST = """() => {
+  const channel = c => (c /= 255, c <= .03928 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4);
+  const parse = text => (text.match(/[\\d.]+/g) || []).map(Number);
+  const light = ([r, g, b]) => .2126 * channel(r) + .7152 * channel(g) + .0722 * channel(b);
+  const ground = node => {
+    for (; node; node = node.parentElement) {
+      const [r, g, b, a = 1] = parse(getComputedStyle(node).backgroundColor);
+      if (a === 1) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const node of document.querySelectorAll('#kw-app *')) {
+    const own = [...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim());
+    const box = node.getBoundingClientRect();
+    if (!own || !box.width || !box.height || getComputedStyle(node).visibility === 'hidden') continue;
+    if (node.closest('[aria-disabled=true], .kw-tools')) continue;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
+    const ratio = (a + .05) / (b + .05);
+    if (ratio < 4.5) poor.push(`${node.tagName}.${node.className} "${node.textContent.trim().slice(0, 30)}" ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
+
+
+async def _seed(server: Server) -> str:
+    """A chat whose reply is hostile, written straight to the database of a server that does not run yet."""
+    store = await Store.open(server.data_dir)
+    try:
+        user = await store.implicit_admin()
+        session = await store.create_session(user.id, title=CANARY, system_prompt=CANARY)
+        parent = None
+        for role, text in (("user", HOSTILE), ("assistant", HOSTILE)):
+            message = await store.add_message(
+                session.id, parent_id=parent, role=role, text=text, token_ids=(1,), tokenizer="none"
+            )
+            parent = message.id
+        return session.id
+    finally:
+        await store.close()
+
+
+def test_markup_in_messages_titles_and_prompts_does_nothing(context: BrowserContext, own_server: Server) -> None:
+    chat = asyncio.run(_seed(own_server))
+    own_server.start().wait_for_page()
+    tab = ChatDriver(context.new_page(), own_server.url).open(chat)
+    expect(tab.users).to_have_text(HOSTILE, use_inner_text=True)
+    expect(tab.replies).to_contain_text('<img src=x onerror="window.pwned=1">')
+    expect(tab.page.locator("#kw-header h1")).to_have_text(CANARY)
+    tab.open_settings()
+    expect(tab.page.get_by_label("System prompt")).to_have_value(CANARY)
+    for inside in ("#kw-scroll", "#kw-chats", "#kw-header"):
+        assert tab.page.locator(f"{inside} :is(img, script, iframe, [onerror], [onload], [href^='javascript'])").count() == 0
+    assert tab.evaluate("window.pwned") is None
+
+
+def test_every_answer_forbids_what_comes_from_elsewhere(tab: ChatDriver) -> None:
+    answer = tab.page.request.get(tab.url)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'self'" in policy
+    assert "connect-src 'self'" in policy
+    refused = tab.evaluate(
+        "fetch('https://elsewhere.example/').then(() => 'went out', () => 'refused')"
+    )
+    assert refused == "refused"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_is_readable_and_fits(browser, server: Server, scheme: str, width: int) -> None:  # type: ignore[no-untyped-def]
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    tab = ChatDriver(context.new_page(), server.url).open()
+    tab.limit_replies(30)
+    check_page(tab.page)
+    long_word = "a" * 400
+    tab.ask(f"Repeat this word: {long_word}")
+    tab.open_settings()
+    check_page(tab.page)
+    background = tab.evaluate("getComputedStyle(document.querySelector('.gradio-container')).backgroundColor")
+    assert background == {"light": "rgb(253, 251, 248)", "dark": "rgb(25, 23, 21)"}[scheme]
+    expect(tab.page.locator("footer")).to_be_hidden()
+    context.close()
+
+
+def check_page(page: Page) -> None:
+    """Nothing sticks out sideways, and every text stands out from its ground (WCAG AA, 4.5 to 1)."""
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("(a => a.scrollWidth <= a.clientWidth)(document.querySelector('#kw-scroll'))")
+    assert page.evaluate(CONTRAST) == []
+
+
+def test_on_a_phone_the_list_opens_and_closes_again(browser, server: Server) -> None:  # type: ignore[no-untyped-def]
+    context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    tab = ChatDriver(context.new_page(), server.url).open()
+    expect(tab.page.locator("#kw-side")).to_be_hidden()
+    tab.page.get_by_role("button", name="Show the list of chats").click()
+    expect(tab.page.locator("#kw-new")).to_be_visible()
+    tab.page.locator("#kw-new").click()
+    expect(tab.page.locator("#kw-side")).to_be_hidden()
+    context.close()
+
+
+def test_the_keyboard_reaches_everything_and_everything_has_a_name(tab: ChatDriver) -> None:
+    nameless = tab.evaluate(
+        """() => [...document.querySelectorAll('#kw-app :is(button, a, input, textarea)')]
+          .filter(node => node.offsetParent && !node.textContent.trim() && !node.ariaLabel && !node.labels?.length
+                          && !node.getAttribute('placeholder'))
+          .map(node => node.outerHTML.slice(0, 120))"""
+    )
+    assert nameless == []
+    tab.page.locator("body").focus()
+    reached = []
+    for _ in range(40):
+        tab.page.keyboard.press("Tab")
+        reached.append(tab.evaluate("document.activeElement.id || document.activeElement.closest('[id]')?.id || ''"))
+    assert "kw-new" in reached
+    assert "kw-send" in reached
