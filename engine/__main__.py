@@ -37,6 +37,7 @@ def main() -> None:
     channel.start()
     engine.run()
     channel.close()
+    os._exit(0)  # the reading thread still waits on standard input, which an interpreter that winds down aborts on
 
 
 if __name__ == "__main__":
