@@ -8,6 +8,5 @@ context.configure(
     connection=context.config.attributes["connection"],
     target_metadata=Base.metadata,
     render_as_batch=True,
-    transactional_ddl=True,  # SQLite's are, once BEGIN is sent by us and not by the driver
 )
 context.run_migrations()

@@ -1,7 +1,7 @@
 """Make the populated database of the newest revision: `python -m tests.data.make_database`.
 
-It writes `<revision>.sqlite3` and, beside it, what a store says that it holds, `<revision>.json`. Both are committed when
-a revision is released, and never made again after that: later programs are tested on the very files.
+It writes `<revision>.sqlite3` and, beside it, what a store says that it holds, `<revision>.json`. Both are committed
+when a revision is released, and never made again after that: later programs are tested on the very files.
 """
 
 from __future__ import annotations
@@ -113,13 +113,15 @@ async def describe(store: Store) -> dict[str, Any]:
 
 async def make() -> None:
     """Write both files for the newest revision."""
+    target = HERE / f"{ScriptDirectory(str(SCRIPTS)).get_current_head()}.sqlite3"
+    if target.exists():
+        raise SystemExit(f"{target} exists; remove it first, if its revision was not released yet")
     ticks = itertools.count(1_750_000_000)
     with tempfile.TemporaryDirectory() as folder:
         store = await Store.open(Path(folder), clock=lambda: float(next(ticks)))
         await fill(store)
         whole = await describe(store)
         await store.close()
-        target = HERE / f"{ScriptDirectory(str(SCRIPTS)).get_current_head()}.sqlite3"
         shutil.copyfile(Path(folder) / FILE_NAME, target)
     text = json.dumps(whole, ensure_ascii=False, indent=1, sort_keys=True)
     target.with_suffix(".json").write_text(text + "\n", encoding="utf-8")

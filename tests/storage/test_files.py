@@ -16,7 +16,7 @@ import pytest
 from storage import DatabaseDamaged, DataDirectoryError, DiskFull, Store, UserRecord, read_saved_settings
 from storage.backup import backups, make_backup
 from storage.database import FILE_NAME
-from storage.deletion import mark_scrub_due, scrub_if_due
+from storage.deletion import mark_scrub_due
 from storage.sessions import delete_sessions
 
 
@@ -78,7 +78,7 @@ def header_gone(data: bytes) -> bytes:
 
 
 def page_gone(data: bytes) -> bytes:
-    return data[: len(data) // 2] + b"\xff" * 4096 + data[len(data) // 2 + 4096 :]
+    return data[: 40 * 4096] + b"\xff" * 4096 + data[41 * 4096 :]
 
 
 def not_sqlite(_: bytes) -> bytes:
@@ -217,5 +217,7 @@ async def test_a_reader_in_the_way_postpones_the_scrub(
         assert await store.delete_session(user.id, session.id) is True
         assert "until the next try" in caplog.text
     assert files_with(store._database.path.parent, "canary") != []
-    scrub_if_due(store._database)
+    await store.close()
     assert files_with(store._database.path.parent, "canary") == []
+    with closing(sqlite3.connect(store._database.path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (0,)
