@@ -17,7 +17,7 @@ WINDOW = {"width": 1280, "height": 800}
 expect.set_options(timeout=20_000)  # on a machine that is busy otherwise
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # while it is open, this thread has a running loop, and no async test could run
 def browser() -> Iterator[Browser]:
     """One browser for all tests; each test has windows of its own."""
     path = find_browser()
@@ -29,7 +29,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(browser: Browser, embedded_model: Path, model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The application with the embedded model, ready; shared, so a test must not end it."""
     del browser, embedded_model  # first of all: is there a browser, and is the model converted
