@@ -289,7 +289,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,
-        device_kv=settings.device_kv,
+        device_kv=None if settings.device_kv is None else int(settings.device_kv),
     )
 
 

@@ -125,11 +125,14 @@ def data_dir(tmp_path: Path, embedded_model: Path, model_cache: Path) -> Path:
 
 
 def test_from_the_first_line_to_ctrl_c_while_a_reply_runs_and_a_tab_is_open(data_dir: Path) -> None:
-    with App(data_dir) as app:
+    with App(data_dir, "--device-kv", "256MiB") as app:
         assert app.line_with("starts at").startswith(f"Keepwarm {VERSION} starts at {app.url}")
         app.line_with("Ready at")
         assert httpx.get(f"{app.url}/readyz").status_code == 200
         assert "/page/assets/page.js" in httpx.get(app.url).text
+
+        (model, *_) = httpx.get(f"{app.url}/v1/models").json()["data"]
+        assert model["keepwarm"]["dtype"] == "float32"
 
         second = subprocess.run(app.command, capture_output=True, text=True, check=False, timeout=60)
         assert (second.returncode, second.stderr) == (0, "")
