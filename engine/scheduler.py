@@ -51,6 +51,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._step: list[tuple[Sequence, Row]] = []
+        self._budget = 0  # tokens that the step being planned has left
         self._admitting: Sequence | None = None
         self._arrivals = count()
         self._events: list[Event] = []
@@ -97,6 +98,7 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """The next forward pass; None when nothing can run. End it with `commit` or `fail`."""
         self._between_steps()
+        self._budget = self.max_batch_tokens
         for sequence in [s for s in self._running if not s.reading]:
             if sequence.lease is not None and self._make_room(sequence):
                 self._plan(sequence)
@@ -133,8 +135,7 @@ class Scheduler:
         for request in dict.fromkeys(sequence.request for sequence in step):
             for sequence in request.samples:
                 self._take_out(sequence)
-            request_id = request.submit.request_id
-            del self._requests[request_id]
+            del self._requests[(request_id := request.submit.request_id)]
             self._events.append(Rejected(request_id=request_id, code="internal", message=message, retryable=True))
         return self.take_events()
 
@@ -192,10 +193,7 @@ class Scheduler:
         drawing = sequence.request.drawing(sequence) if end == len(sequence.token_ids) else []
         blocks = lease.block_ids(end, self._manager.block_size)
         self._step.append((sequence, Row(token_ids, start, blocks, [sample.draw() for sample in drawing])))
-
-    @property
-    def _budget(self) -> int:
-        return self.max_batch_tokens - sum(len(row.token_ids) for _, row in self._step)
+        self._budget -= len(token_ids)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for the sequence's next token. False when it had to step back, or to end because it runs alone."""
@@ -203,8 +201,8 @@ class Scheduler:
             newest = self._running[-1]
             if len(self._running) == 1:
                 self._finish(sequence, "length", self._limits.pool_full)
-                return False
-            self._preempt(newest)
+            else:
+                self._preempt(newest)
             if newest is sequence:
                 return False
         return True

@@ -158,4 +158,5 @@ class Request:
         """The samples after the first, which share its prompt: all of it counts as found."""
         for sample in self.samples[1:]:
             sample.device_tokens = sample.seen = self.prompt_len
+            sample.admitted_at = self.samples[0].admitted_at
         return self.samples[1:]

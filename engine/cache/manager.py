@@ -186,7 +186,7 @@ class BlockManager:
 
     def evict_idle(self, count: int) -> int:
         """Evict up to `count` idle blocks, in the order of the idle ones; how many went."""
-        count = min(count, len(self.idle))
+        count = max(0, min(count, len(self.idle)))
         for _ in range(count):
             self.evict(self.idle.popitem()[1])
         return count

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.engine.cache.books import Books
-from tests.engine.rig import Rig
+
+if TYPE_CHECKING:
+    from tests.engine.rig import Rig
 
 
 @pytest.fixture
 def make_rig() -> Iterator[Callable[..., Rig]]:
     """Makes rigs: a scheduler over a fake model."""
+    from tests.engine.rig import Rig  # imports torch, which the books do without
+
     rigs: list[Rig] = []
 
     def make(**sizes: int) -> Rig:

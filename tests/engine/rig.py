@@ -149,3 +149,8 @@ class Rig:
 
 
 RANDOM = Sampling(temperature=1.0, seed=7)
+
+
+def shape(batch: Batch) -> list[tuple[int, int]]:
+    """Start and length of each row."""
+    return [(row.start, len(row.token_ids)) for row in batch.rows]

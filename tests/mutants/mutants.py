@@ -1,0 +1,133 @@
+"""One-line sabotages of the code, each with the tests that must turn red. To add one, append to `MUTANTS`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """In `file`, `old` (exactly once there) becomes `new`; then one of `tests` (pytest arguments) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+POOL = "engine/cache/pool.py"
+BLOCK = "engine/cache/block.py"
+IDLE = "engine/cache/idle.py"
+INDEX = "engine/cache/index.py"
+MANAGER = "engine/cache/manager.py"
+SEQUENCE = "engine/sequence.py"
+SCHEDULER = "engine/scheduler.py"
+BOOKS = ("tests/engine/cache",)
+STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- naming and finding
+    Mutant("hash without the parent", BLOCK, "parent, len(salt), salt)", "bytes(len(parent)), len(salt), salt)", BOOKS),
+    Mutant("hash without the salt", BLOCK, "parent, len(salt), salt)", "parent, len(salt), bytes(len(salt)))", BOOKS),
+    Mutant(
+        "no salt where a preset ends", BLOCK, "(index + 1) * block_size <= self", "index * block_size < self", STEPS
+    ),
+    Mutant("ignore the salt of a tail", INDEX, " if block.salt == scope_salt)", ")", BOOKS),
+    Mutant("skip the token comparison", INDEX, " and block.token_ids == list(token_ids)", "", STEPS),
+    Mutant("skip the parent comparison", INDEX, "block.parent_hash == parent_hash and ", "", BOOKS),
+    Mutant("reuse the last prompt token", MANAGER, "max(0, len(token_ids) - 1)", "len(token_ids)", STEPS),
+    Mutant("continue a tail that is leased", MANAGER, "whole and block.leases == 0 and", "whole and", BOOKS),
+    Mutant("continue another session's tail", MANAGER, " and block.holders <= {scope.session_id}", "", BOOKS),
+    Mutant(
+        "copy one token too few", MANAGER, "(source.id, target.id, count)", "(source.id, target.id, count - 1)", STEPS
+    ),
+    Mutant(
+        "copy the first layer alone",
+        POOL,
+        "self.data[:, :, target, :count].copy_",
+        "self.data[:1, :, target, :count].copy_",
+        BOOKS,
+    ),
+    # --- publishing
+    Mutant(
+        "publish what a failed step computed",
+        SCHEDULER,
+        "step, self._step = [sequence for sequence, _ in self._step], []",
+        "step, self._step = [self._manager.commit(s.held, row.token_ids) or s for s, row in self._step], []",
+        STEPS,
+    ),
+    Mutant(
+        "count the token sampled last as cached",
+        SCHEDULER,
+        "self._manager.commit(sequence.held, row.token_ids)",
+        "self._manager.extend(sequence.held, row.start + 99) and "
+        "self._manager.commit(sequence.held, [*row.token_ids, *ids])",
+        STEPS,
+    ),
+    Mutant(
+        "publish behind a collision",
+        MANAGER,
+        "        if parent_hash is None:\n            return",
+        "        if parent_hash is None:\n            parent_hash = self.index.root",
+        BOOKS,
+    ),
+    Mutant(
+        "keep two of one block",
+        MANAGER,
+        "            if first is not block:\n",
+        "            if first is not block and False:\n",
+        BOOKS,
+    ),
+    # --- leasing and forgetting
+    Mutant("evict a chain's beginning first", IDLE, "in reversed(list(chain)):", "in list(chain):", BOOKS),
+    Mutant("free a leased block", MANAGER, "        if block.leases:\n", "        if False:\n", BOOKS),
+    Mutant(
+        "leave leased blocks evictable",
+        MANAGER,
+        "        self.idle.pop(block.id, None)\n        block.leases += 1",
+        "        block.leases += 1",
+        STEPS,
+    ),
+    Mutant(
+        "count found blocks as room",
+        MANAGER,
+        "self._room() - sum(block.leases == 0 for block in found)",
+        "self._room()",
+        BOOKS,
+    ),
+    Mutant(
+        "forget who holds a block",
+        MANAGER,
+        "            block.holders.add(scope.session_id)",
+        "            pass",
+        BOOKS,
+    ),
+    Mutant(
+        "drop what others hold too",
+        MANAGER,
+        "if block.holders == {session_id}",
+        "if session_id in block.holders",
+        BOOKS,
+    ),
+    Mutant("forget the spare block", MANAGER, "if fresh + spare > ", "if fresh > ", STEPS),
+    Mutant("keep the lease of what ends", SCHEDULER, "            self._manager.release(sequence.lease)\n", "", STEPS),
+    # --- scheduling
+    Mutant("read twice what is being read", SCHEDULER, "if self._is_being_read(sequence):", "if False:", STEPS),
+    Mutant("preempt the oldest", SCHEDULER, "newest = self._running[-1]", "newest = self._running[0]", STEPS),
+    Mutant(
+        "overtake who waits for room",
+        SCHEDULER,
+        "            if lease is None and self._running:\n                return",
+        "            if lease is None and self._running:\n                continue",
+        STEPS,
+    ),
+    Mutant(
+        "forget the context's end",
+        SCHEDULER,
+        "self._clock(), self._limits.max_tokens(submit))",
+        "self._clock(), submit.max_tokens)",
+        STEPS,
+    ),
+    Mutant("one seed for all samples", SEQUENCE, 'f"{seed}/{index}"', 'f"{seed}"', STEPS),
+    Mutant("count what is recomputed as computed", SEQUENCE, "max(0, min(end, self.seen) - start)", "0", STEPS),
+)
