@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -51,8 +53,21 @@ def engine(embedded_model: Path, template: ChatTemplate, replies: dict[str, list
     return FakeEngine(embedded_model, script)
 
 
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database, because migrating takes longer than most tests."""
+    folder = tmp_path_factory.mktemp("empty")
+
+    async def make() -> None:
+        await (await Store.open(folder)).close()
+
+    asyncio.run(make())
+    return folder
+
+
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[Store]:
+async def store(tmp_path: Path, empty_database: Path) -> AsyncIterator[Store]:
+    shutil.copytree(empty_database, tmp_path / "data")
     opened = await Store.open(tmp_path / "data")
     yield opened
     await opened.close()

@@ -299,22 +299,21 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "param"), BAD, ids=[json.dumps(change)[:50] for change, _ in BAD])
-async def test_bad_values_are_named(http, engine, change, param):
-    body = {"model": "default", "messages": [user("one")], **change}
-    response = await http.post("/v1/chat/completions", content=json.dumps(body))
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "invalid_value")
-    assert error["message"]
+async def test_bad_values_are_named(http, engine):
+    for change, param in BAD:
+        body = {"model": "default", "messages": [user("one")], **change}
+        response = await http.post("/v1/chat/completions", content=json.dumps(body))
+        error = response.json()["error"]
+        found = (response.status_code, error["param"], error["type"], error["code"])
+        assert found == (400, param, "invalid_request_error", "invalid_value"), change
+        assert error["message"]
     assert engine.submits == []
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
-async def test_a_body_that_is_no_request(http, body):
-    response = await http.post("/v1/chat/completions", content=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
+async def test_a_body_that_is_no_request(http):
+    for body in (b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000):
+        response = await http.post("/v1/chat/completions", content=body)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error"), body[:9]
 
 
 async def test_half_a_character_is_named(http):
