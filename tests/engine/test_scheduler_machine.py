@@ -148,6 +148,9 @@ class Chats(RuleBasedStateMachine):
     def lawful(self) -> None:
         counts["rules"] += 1
         self.rig.check()
+        for block in self.rig.manager.index:
+            users = {session.split("/", maxsplit=1)[0] for session in block.holders}
+            assert len(users) == 1 or set(block.token_ids) <= set(PRESET), "two users share more than a preset"
 
     def remember(self) -> None:
         for request, (session, prompt) in list(self.asked.items()):
