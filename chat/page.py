@@ -2,29 +2,27 @@
 
 Every value that belongs to one chat goes to the browser as a *packet* that names the chat, and `assets/page.js` shows
 a packet only while its chat is the one on the screen: a late answer cannot land in another chat. The browser owns
-which chat that is (the address says it), the service owns everything else; this module keeps only which event of a
-tab is the newest, so that an older one stops streaming.
+which chat that is (the address says it), the service owns everything else, and this module keeps nothing. Replies in
+the making do not pass here: `chat.page_routes` streams them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
 import gradio as gr
 
 from chat import page_html as html
 from chat.errors import ChatError, InvalidRequest, SessionNotFound
+from chat.page_assets import script_tag
 from chat.service import ChatService
-from chat.turns import LiveTurn
 from chat.views import SessionDetail, TurnOptions
 from engine.protocol import Sampling
 
 NEW = "new-"  # the browser's names for chats that have no message yet, and so are not stored
 NOWHERE = NEW + "0"  # the new chat that stands in for one that does not exist
-TICK_S = 0.07  # between two updates of a growing reply; the first text goes out at once
 OWN_SAMPLING, MY_SAMPLING = "Model's own", "Set here"
 
 log = logging.getLogger(__name__)
@@ -44,11 +42,10 @@ def build_page(service: ChatService) -> gr.Blocks:
 
 
 class ChatPage:
-    """One instance serves all tabs. Owns `_newest`: for each tab, the token of the event that may stream to it."""
+    """One instance serves all tabs; it keeps nothing of any of them."""
 
     def __init__(self, service: ChatService) -> None:
         self._service = service
-        self._newest: dict[str, object] = {}
         with gr.Blocks(title="Keepwarm", analytics_enabled=False, fill_width=True) as self.blocks:
             self._render()
             self._wire()
@@ -67,7 +64,9 @@ class ChatPage:
                 self._render_composer()
             with gr.Column(elem_id="kw-settings", min_width=0):
                 self._render_settings()
-        self._events = gr.HTML("", visible="hidden", js_on_load=_EVENTS_JS, apply_default_css=False)
+        self._events = gr.HTML(
+            "", visible="hidden", head=script_tag(), js_on_load=_EVENTS_JS, apply_default_css=False
+        )
 
     def _render_composer(self) -> None:
         with gr.Column(elem_id="kw-composer", min_width=0):
@@ -111,91 +110,72 @@ class ChatPage:
     def _slot(name: str) -> gr.HTML:
         """A place that shows packets; `page.js` decides whether a packet belongs to the chat on the screen."""
         return gr.HTML(
-            None, elem_id=f"kw-{name}", html_template=_SLOT.format(name=name), js_on_load=_SLOT_JS.format(name=name),
-            apply_default_css=False,
+            None, elem_id=f"kw-{name}", html_template=_SLOT.format(name=name), head=script_tag(),
+            js_on_load=_SLOT_JS.format(name=name), apply_default_css=False,
         )  # fmt: skip
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def _wire(self) -> None:
         slots = [self._header, self._transcript, self._live, self._notice]
-        stream: dict[str, Any] = {
-            "show_progress": "hidden", "concurrency_limit": None, "trigger_mode": "multiple",
+        call: dict[str, Any] = {
+            "queue": False, "show_progress": "hidden", "trigger_mode": "multiple", "concurrency_limit": None,
             "api_visibility": "private",
         }  # fmt: skip
-        call = {**stream, "queue": False}
-        self._events.open(self._on_open, None, slots, **stream)
-        self._events.retry(self._on_retry, self._options, slots, **stream)
+        self._events.open(self._on_open, None, slots, **call)
+        self._events.retry(self._on_retry, self._options, slots, **call)
         self._events.stop(self._on_stop, None, None, **call)
         self._events.rename(self._on_rename, None, slots, **call)
         self._events.remove(self._on_remove, None, slots, **call)
         sending = self._send.click(
             self._on_send, [self._chat, self._box, self._prompt, *self._options], slots,
-            js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **stream,
+            js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **call,
         )  # fmt: skip
         sending.failure(None, None, None, js="() => keepwarm.sent()")
-        self._mode.change(
-            lambda mode: gr.update(visible=mode == MY_SAMPLING), self._mode, self._sampling, **call
-        )  # fmt: skip
+        self._mode.change(lambda mode: gr.update(visible=mode == MY_SAMPLING), self._mode, self._sampling, **call)
 
     @property
     def _options(self) -> list[Any]:
         return [self._mode, self._temperature, self._top_p, self._seed, self._max_tokens]
 
-    async def _on_open(self, event: gr.EventData, request: gr.Request) -> AsyncIterator[Outputs]:
+    async def _on_open(self, event: gr.EventData) -> Outputs:
         chat = str(event.chat)
         if chat.startswith(NEW):
-            self._newest.pop(str(request.session_hash), None)
-            yield {**self._show_new(chat), self._notice: {"chat": chat, "html": ""}}
-            return
-        turn = self._service.live_turn(chat)
+            return {**self._show_new(chat), self._notice: {"chat": chat, "html": ""}}
         try:
-            shown = await self._show(chat, turn)
+            return {**await self._show(chat), self._notice: {"chat": chat, "html": ""}}
         except SessionNotFound as error:
             instead = {**self._show_new(NOWHERE), self._notice: {"chat": NOWHERE, "html": html.notice(str(error))}}
-            yield {slot: {**packet, "was": chat} for slot, packet in instead.items()}
-            return
-        yield {**shown, self._notice: {"chat": chat, "html": ""}}
-        async for outputs in self._follow(turn, request):
-            yield outputs
+            return {slot: {**packet, "was": chat} for slot, packet in instead.items()}
+        except Exception as error:
+            return self._problem(chat, error)
 
-    async def _on_send(
-        self, request: gr.Request, chat: str, text: str, prompt: str, *options: Any
-    ) -> AsyncIterator[Outputs]:
+    async def _on_send(self, chat: str, text: str, prompt: str, *options: Any) -> Outputs:
         """Send `text`; a new chat is stored with its first message. On an error the text stays in its box."""
-        was = chat
-        user = self._service.user.id
+        was, user = chat, self._service.user.id
         try:
             chosen = turn_options(*options)
             if chat.startswith(NEW):
                 chat = (await self._service.create_session(user, prompt)).id
             try:
-                turn = await self._service.send(user, chat, text, chosen)
+                await self._service.send(user, chat, text, chosen)
             except Exception:
                 if was != chat:
                     await self._service.delete_session(user, chat)
                 raise
+            shown = await self._show(chat)
         except Exception as error:
-            yield self._problem(was, error)
-            return
-        shown = await self._show(chat, turn)
-        for packet in shown.values():
-            packet["was"] = was
-        yield {**shown, self._notice: {"chat": chat, "was": was, "html": "", "sent": True}}
-        async for outputs in self._follow(turn, request):
-            yield outputs
+            return self._problem(was, error)
+        shown[self._notice] = {"chat": chat, "html": "", "sent": True}
+        return {slot: {**packet, "was": was} for slot, packet in shown.items()}
 
-    async def _on_retry(self, event: gr.EventData, request: gr.Request, *options: Any) -> AsyncIterator[Outputs]:
+    async def _on_retry(self, event: gr.EventData, *options: Any) -> Outputs:
         chat = str(event.chat)
         try:
-            turn = await self._service.retry(self._service.user.id, chat, turn_options(*options))
-            shown = await self._show(chat, turn)
+            await self._service.retry(self._service.user.id, chat, turn_options(*options))
+            return {**await self._show(chat), self._notice: {"chat": chat, "html": ""}}
         except Exception as error:
-            yield self._problem(chat, error)
-            return
-        yield {**shown, self._notice: {"chat": chat, "html": ""}}
-        async for outputs in self._follow(turn, request):
-            yield outputs
+            return self._problem(chat, error)
 
     async def _on_stop(self, event: gr.EventData) -> None:
         with suppress(SessionNotFound):  # deleted in another tab, and so stopped
@@ -221,30 +201,12 @@ class ChatPage:
 
     # --- packets ----------------------------------------------------------------------------------------------------
 
-    async def _follow(self, turn: LiveTurn | None, request: gr.Request) -> AsyncIterator[Outputs]:
-        """Stream `turn` to a tab until it is done, or until a newer event of that tab takes over."""
-        tab, mine = str(request.session_hash), object()
-        self._newest[tab] = mine
-        if turn is None:
-            del self._newest[tab]
-            return
-        async with aclosing(turn.watch(TICK_S)) as views:
-            async for view in views:
-                if self._newest.get(tab) is not mine:
-                    return
-                if view.state == "done":
-                    break
-                yield {self._live: {"chat": turn.session_id, "html": html.live_reply(view), "running": True}}
-        if self._newest.get(tab) is mine:
-            del self._newest[tab]
-        try:
-            yield await self._show(turn.session_id, None)
-        except SessionNotFound:
-            return  # deleted while it was running
-
-    async def _show(self, chat: str, turn: LiveTurn | None) -> Outputs:
-        """A stored chat, and the reply being written in it, as packets for all slots."""
+    async def _show(self, chat: str) -> Outputs:
+        """A stored chat, and the beginning of the reply being written in it, as packets for the slots."""
+        turn = self._service.live_turn(chat)  # before the chat is read: a turn that ends meanwhile is read whole
         detail = await self._service.session(self._service.user.id, chat)
+        if turn is not None and turn.view.state == "done":
+            turn = None
         live = html.live_reply(turn.view) if turn else ""
         return {
             self._header: self._header_packet(detail),
@@ -298,5 +260,5 @@ def _whole(label: str, text: str, least: int) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise InvalidRequest(f"{label} in the settings is “{text}”; it takes a whole number from {least} on, or nothing.")
+        raise InvalidRequest(f"{label} in the settings is “{text}”; it takes a whole number from {least} up, or none.")
     return int(text)

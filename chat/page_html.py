@@ -23,7 +23,8 @@ EXAMPLES = (
 SHELL_SIDE = f"""
 <div class="kw-side-head">
   <a class="kw-brand" href="/" data-act="new" aria-label="Keepwarm: new chat">{icon("ember")}<span>Keepwarm</span></a>
-  <button type="button" class="kw-icon kw-phone" data-act="menu" aria-label="Close the list of chats">{icon("close")}</button>
+  <button type="button" class="kw-icon kw-phone" data-act="menu" aria-label="Close the list of chats">
+  {icon("close")}</button>
 </div>
 <button type="button" id="kw-new" class="kw-new" data-act="new">{icon("plus")}<span>New chat</span></button>
 <nav id="kw-chats" class="kw-chats" aria-label="Chats"></nav>

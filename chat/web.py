@@ -5,9 +5,7 @@ The order matters: routes added after the page is mounted at "/" are never reach
 
 from __future__ import annotations
 
-import hashlib
 import os
-from pathlib import Path
 
 import gradio as gr
 from fastapi import FastAPI
@@ -18,12 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chat.api import api_router
 from chat.guard import add_guards
 from chat.page import build_page
-from chat.page_state import page_router
+from chat.page_assets import FOLDER, PREFIX, style_tag
+from chat.page_routes import page_router
 from chat.page_theme import page_theme
 from chat.service import ChatService
 from chat.settings import VERSION, Settings
-
-ASSETS = Path(__file__).parent.parent / "assets"
 
 # Nothing from elsewhere, ever: neither Gradio nor a reply can make the browser fetch what is not this server's.
 CONTENT_POLICY = "; ".join(
@@ -50,8 +47,8 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
     app.add_middleware(PageHeaders)
     app.include_router(api_router(service))
     app.include_router(page_router(service))
-    app.mount("/page/assets", StaticFiles(directory=ASSETS / "page"), name="page-assets")
-    return gr.mount_gradio_app(
+    app.mount(PREFIX, StaticFiles(directory=FOLDER), name="page-assets")
+    gr.mount_gradio_app(
         app,
         build_page(service),
         path="/",
@@ -62,20 +59,11 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
         enable_monitoring=False,
         mcp_server=False,
         pwa=False,
-        favicon_path=str(ASSETS / "page" / "favicon.png"),
+        favicon_path=str(FOLDER / "favicon.png"),
         theme=page_theme(),
-        head=_head(),
+        head=style_tag(),
     )
-
-
-def _head() -> str:
-    """The page's own style and script, named by their content so that a browser never keeps an old one."""
-    return f'<link rel="stylesheet" href="{_asset("page.css")}">\n<script src="{_asset("page.js")}"></script>'
-
-
-def _asset(name: str) -> str:
-    digest = hashlib.sha256((ASSETS / "page" / name).read_bytes()).hexdigest()[:12]
-    return f"/page/assets/{name}?v={digest}"
+    return app
 
 
 class PageHeaders:

@@ -18,6 +18,7 @@ window.keepwarm = (() => {
   let engine = { phase: "loading", stage: "", done: 0, total: 0, message: "" };
   let server = null, offline = false, chats = [], more = false, version = "", limit = 100, pollTimer = 0, polling = false;
   let stick = true;
+  let live = null, stream = null; // the slot of the reply in the making, and the events that feed it
 
   function fromAddress() {
     return new URL(location.href).searchParams.get("chat") || "";
@@ -62,7 +63,33 @@ window.keepwarm = (() => {
       }
       if (stick) toEnd();
     });
+    if (name === "live") live = props;
     if (name === "header") showModel();
+  }
+
+  // Listen to the reply being written in the current chat; the server tells all of it again, so it can be joined late.
+  function follow() {
+    stream?.close();
+    const chat = current, mine = new EventSource(`/page/turn?chat=${encodeURIComponent(chat)}`);
+    stream = mine;
+    mine.onmessage = (event) => {
+      if (mine !== stream || chat !== current) return;
+      live.value = { chat, html: JSON.parse(event.data), running: true };
+      if (stick) toEnd();
+    };
+    mine.addEventListener("done", () => {
+      if (mine === stream) (unfollow(), reopen());
+      poll();
+    });
+    mine.onerror = () => {
+      if (mine === stream) unfollow(); // the next look at the server's state joins again
+      poll();
+    };
+  }
+
+  function unfollow() {
+    stream?.close();
+    stream = null;
   }
 
   function showHeader(packet) {
@@ -83,6 +110,8 @@ window.keepwarm = (() => {
   function showRunning(value) {
     if (running !== value) poll();
     running = value;
+    if (running && !document.hidden) follow();
+    else unfollow();
     if (!value) stopping = false;
     document.body.classList.toggle("kw-running", running);
     refreshSend();
@@ -97,6 +126,7 @@ window.keepwarm = (() => {
     keepDraft();
     current = chat;
     if (push) history.pushState(null, "", addressOf(chat));
+    unfollow();
     running = stopping = false;
     sendingSince = 0;
     shown.live = shown.notice = "";
@@ -257,8 +287,10 @@ window.keepwarm = (() => {
     row.classList.add("kw-renaming");
     row.prepend(field);
     field.select();
+    let done = false; // taking the field away blurs it
     const finish = (save) => {
-      if (!field.isConnected) return;
+      if (done) return;
+      done = true;
       const title = field.value.trim();
       field.remove();
       row.classList.remove("kw-renaming");
@@ -337,7 +369,8 @@ window.keepwarm = (() => {
       renderChats();
     }
     const mine = chats.find((chat) => chat.id === current);
-    if (mine && mine.running !== running && !sendingSince && trigger) reopen(); // started or ended in another tab
+    const joined = running && (stream || document.hidden);
+    if (mine && !sendingSince && trigger && (mine.running ? !joined : running && !stream)) reopen(); // elsewhere begun or ended
     showModel();
   }
 
@@ -471,7 +504,11 @@ window.keepwarm = (() => {
   document.addEventListener("input", (event) => {
     if (event.target.closest?.("#kw-box")) (keepDraft(), refreshSend());
   });
-  document.addEventListener("visibilitychange", () => document.hidden || poll());
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) return unfollow(); // a browser allows a server six connections, for all tabs together
+    if (running) reopen();
+    poll();
+  });
   addEventListener("popstate", () => trigger && open(fromAddress() || NEW + ++newCount, { push: false }));
   addEventListener("pagehide", keepDraft);
 

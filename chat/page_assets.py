@@ -1,0 +1,25 @@
+"""Where the page's own files are, and the addresses under which the browser gets them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / "assets" / "page"
+PREFIX = "/page/assets"
+
+
+def style_tag() -> str:
+    """The page's style, for the head."""
+    return f'<link rel="stylesheet" href="{_address("page.css")}">'
+
+
+def script_tag() -> str:
+    """The page's script. Gradio runs what a component does on load only once this has been loaded."""
+    return f'<script src="{_address("page.js")}"></script>'
+
+
+def _address(name: str) -> str:
+    """Named by its content, so that a browser never keeps an old one."""
+    digest = hashlib.sha256((FOLDER / name).read_bytes()).hexdigest()[:12]
+    return f"{PREFIX}/{name}?v={digest}"

@@ -1,0 +1,77 @@
+"""The page's own routes: its state, asked for every few seconds, and the reply in the making, as an event stream.
+
+Neither goes through Gradio's queue, which forgets an event that is begun while the stream of an earlier one closes. A
+tab holds a connection only while it shows a running reply (browsers allow six per server, for all tabs together).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.responses import StreamingResponse
+
+from chat.errors import SessionNotFound
+from chat.page_html import live_reply
+from chat.service import ChatService
+from chat.turns import LiveTurn
+
+PAGE_OF_CHATS, MOST_CHATS = 100, 100_000
+TICK_S = 0.07  # between two updates of a growing reply; the first text and the end go out at once
+
+
+def page_router(service: ChatService) -> APIRouter:
+    """GET /page/state and GET /page/turn."""
+    router = APIRouter(include_in_schema=False)
+    server = uuid4().hex
+
+    @router.get("/page/state")
+    async def state(
+        has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS
+    ) -> dict[str, Any]:
+        """`server` (a name for this run), `engine`, and `chats` unless the tab `has` this version of them already."""
+        chats = await service.sessions(service.user.id, limit + 1)
+        shown = [
+            {"id": chat.id, "title": chat.title, "updated": chat.updated_at, "running": chat.running}
+            for chat in chats[:limit]
+        ]
+        version = hashlib.sha256(msgspec.json.encode([shown, len(chats)])).hexdigest()[:16]
+        answer: dict[str, Any] = {"server": server, "engine": _engine(service), "version": version}
+        if version != has:
+            answer |= {"chats": shown, "more": len(chats) > limit}
+        return answer
+
+    @router.get("/page/turn")
+    async def turn(chat: str) -> StreamingResponse:
+        """The HTML of the reply being written in `chat`, again and again; ends with an event "done"."""
+        try:
+            await service.session(service.user.id, chat)
+            live = service.live_turn(chat)
+        except SessionNotFound:
+            live = None
+        return StreamingResponse(
+            _events(live), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+
+    return router
+
+
+async def _events(turn: LiveTurn | None) -> AsyncIterator[bytes]:
+    if turn is not None:
+        async for view in turn.watch(TICK_S):
+            if view.state != "done":
+                yield b"data: " + msgspec.json.encode(live_reply(view)) + b"\n\n"
+    yield b"event: done\ndata:\n\n"
+
+
+def _engine(service: ChatService) -> dict[str, Any]:
+    state = service.status()
+    can = state.capabilities
+    return {
+        "phase": state.phase, "stage": state.stage, "done": state.done, "total": state.total,
+        "message": state.message, "model": can.model_name if can else "", "device": can.device if can else "",
+    }  # fmt: skip
