@@ -138,6 +138,14 @@ def test_from_the_first_line_to_ctrl_c_while_a_reply_runs_and_a_tab_is_open(data
         assert (second.returncode, second.stderr) == (0, "")
         assert second.stdout == f"Keepwarm is already running at {app.url} (process {app.process.pid}).\n"
 
+        opened = data_dir.with_suffix(".opened")
+        browser = {
+            **os.environ,
+            "BROWSER": f"{sys.executable} -c 'import sys; open(sys.argv[2], \"w\").write(sys.argv[1])' %s {opened}",
+        }
+        subprocess.run([word for word in app.command if word != "--no-browser"], env=browser, check=True, timeout=60)
+        assert opened.read_text() == app.url
+
         with hold_tab(app.url), ask(app.url, STORY) as stream:
             heard = "".join(next(stream) for _ in range(8))
             assert app.interrupt() < 3

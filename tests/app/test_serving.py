@@ -1,0 +1,81 @@
+"""The port, the address and the thread that a serving process uses; its signals are tested on real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from chat.serving import ListenError, in_thread, listen, open_page, page_url
+from chat.settings import load_settings
+
+
+def test_port_0_takes_a_free_one() -> None:
+    with listen("127.0.0.1", 0) as first, listen("localhost", 0) as second:
+        ports = {first.getsockname()[1], second.getsockname()[1]}
+        assert len(ports) == 2
+        assert 0 not in ports
+
+
+def test_a_connection_is_taken_before_anything_serves_it() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), timeout=5) as early:
+        assert early.getpeername() == listener.getsockname()
+
+
+def test_a_port_in_use_and_an_address_that_is_not_here() -> None:
+    with listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ListenError, match=f"port {port} is in use by another program; choose another with --port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(ListenError, match=r"cannot listen on 203\.0\.113\.1 port 7860 "):
+        listen("203.0.113.1", 7860)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80"), ("localhost", "http://localhost:80")],
+)
+def test_the_address_as_a_person_types_it(host: str, url: str) -> None:
+    assert page_url(load_settings({"host": host, "port": "80"})) == url
+
+
+async def test_a_thread_hands_back_what_it_returns_or_raises() -> None:
+    assert await in_thread(threading.current_thread) is not threading.current_thread()
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0)
+
+
+async def test_a_thread_does_not_keep_who_no_longer_waits() -> None:
+    go_on = threading.Event()
+    waiting = asyncio.create_task(in_thread(go_on.wait))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    go_on.set()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only there a screen may be missing")
+def test_without_a_screen_no_browser_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    open_page("http://127.0.0.1:1").join(5)
+    assert capsys.readouterr().out == "No browser could be opened here; go to http://127.0.0.1:1 yourself.\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell script as the browser")
+def test_the_persons_own_browser_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {opened}\n')
+    browser.chmod(0o700)
+    monkeypatch.setenv("BROWSER", f"{browser} %s")
+    monkeypatch.setattr("webbrowser._tryorder", None)  # read the variable anew
+    open_page("http://127.0.0.1:1").join(5)
+    assert opened.read_text() == "http://127.0.0.1:1\n"
