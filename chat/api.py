@@ -1,39 +1,24 @@
 """The OpenAI-compatible API and the health checks, as routes over the chat service.
 
-Knows HTTP and OpenAI's forms; what a turn is, the service knows. Beside OpenAI's fields an answer carries one object,
-`keepwarm`, in the last chunk when streamed:
-
-    tokens              where the tokens came from: {"device": found in the pool, "computed": read by the model,
-                        "recomputed": read again because the pool was full meanwhile, "output": written}
-    matched_messages    how many of the request's messages were found in storage, so that their exact ids were used
-    ttft_s, tpot_s      seconds to the first text, and per output token after the first
-    total_s             seconds of the whole turn
-    ignored_parameters  parameters of the request that this server does not know
-
-With several choices (`n`), tokens of the prompt are those of the first, output tokens are summed.
+Knows HTTP; what a turn is, the service knows, and how OpenAI spells it, `openai_types` and `openai_answers`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from chat.completion import ApiTurn
 from chat.errors import ChatError, InvalidRequest, NotReady
-from chat.generation import Piece
+from chat.event_stream import EventStream, unless_gone
 from chat.model import not_ready_sentence
-from chat.openai_types import ALIAS, ChatRequest, error_body, finish_reason, parse_request, status_of
+from chat.openai_answers import Answer
+from chat.openai_types import ALIAS, error_body, parse_request, status_of
 from chat.service import ChatService
 from engine.protocol import Capabilities
 
@@ -71,12 +56,12 @@ class _Api:
             turn = await self._service.complete(
                 self._service.user.id, chat.entries(), chat.options(), chat.n or 1, request.headers.get("x-session-id")
             )
-            answer = _Answer(turn, chat, capabilities)
+            answer = Answer(turn, chat, capabilities)
             if chat.stream:
-                if not await _unless_gone(turn.accepted(), request.receive):
+                if not await unless_gone(turn.accepted(), request.receive):
                     return _gone(turn)
-                return _EventStream(turn, answer.chunks())
-            if not await _unless_gone(turn.finished(), request.receive):
+                return EventStream(answer.chunks(), turn.abandon)
+            if not await unless_gone(turn.finished(), request.receive):
                 return _gone(turn)
             return JSONResponse(answer.whole())
         except ChatError as error:
@@ -144,138 +129,6 @@ class _Api:
         return card
 
 
-@dataclass
-class _Answer:
-    """A turn in OpenAI's form."""
-
-    turn: ApiTurn
-    chat: ChatRequest
-    capabilities: Capabilities
-
-    def __post_init__(self) -> None:
-        self._head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self.capabilities.model_name,
-            "system_fingerprint": self.capabilities.fingerprint,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        """The answer when it is not streamed."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": reply.content.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": finish_reason(reply.finish_reason),
-            }
-            for index, reply in enumerate(self.turn.replies)
-        ]
-        body = {"object": "chat.completion", **self._head, "choices": choices}
-        return {**body, "usage": self._usage(), "keepwarm": self._extension()}
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The answer as server-sent events; an error in the middle is the last event."""
-        count = len(self.turn.replies)
-        for index in range(count):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
-        ended = 0
-        async for event in self.turn.events():
-            if isinstance(event, Piece):
-                yield self._chunk(event.index, {"content": event.text})
-                continue
-            ended += 1
-            reason = finish_reason(self.turn.replies[event.index].finish_reason)
-            last = ended == count and not self.chat.include_usage
-            yield self._chunk(event.index, {}, reason, {"keepwarm": self._extension()} if last else {})
-        if ended < count:
-            error = self.turn.error or NotReady("The server is shutting down; the reply is cut here.")
-            yield _event(error_body(error))
-            return
-        if self.chat.include_usage:
-            tail = {"choices": [], "usage": self._usage(), "keepwarm": self._extension()}
-            yield _event({"object": "chat.completion.chunk", **self._head, **tail})
-        yield b"data: [DONE]\n\n"
-
-    def _chunk(
-        self, index: int, delta: dict[str, str], reason: str | None = None, extra: dict[str, Any] | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-        body: dict[str, Any] = {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
-        if self.chat.include_usage:
-            body["usage"] = None
-        return _event({**body, **(extra or {})})
-
-    def _usage(self) -> dict[str, Any]:
-        first = self.turn.replies[0].figures(self.turn.started)
-        prompt = self.turn.prompt_tokens
-        output = sum(reply.content.sampled for reply in self.turn.replies)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": first.reused_tokens if first else 0},
-        }
-
-    def _extension(self) -> dict[str, Any]:
-        first = self.turn.replies[0].figures(self.turn.started)
-        return {
-            "tokens": {
-                "device": first.reused_tokens if first else 0,
-                "computed": first.computed_tokens if first else 0,
-                "recomputed": first.recomputed_tokens if first else 0,
-                "output": sum(reply.content.sampled for reply in self.turn.replies),
-            },
-            "matched_messages": self.turn.matched_messages,
-            "ttft_s": first.ttft_s if first else None,
-            "tpot_s": first.tpot_s if first else None,
-            "total_s": self.turn.total_s(),
-            "ignored_parameters": self.chat.ignored,
-        }
-
-
-class _EventStream(Response):
-    """Sends the chunks; when the client goes away, its turn is stopped."""
-
-    def __init__(self, turn: ApiTurn, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(
-            media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        del self.headers["content-length"]
-        self._turn = turn
-        self._chunks = chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_client_gone(receive))
-        gone.add_done_callback(lambda _: self._turn.abandon())
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            gone.cancel()  # and so the turn is abandoned, which does nothing to one that is over
-
-
-async def _unless_gone(work: Awaitable[None], receive: Receive) -> bool:
-    """Wait for `work`, or for the client to go away: then False."""
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_client_gone(receive))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            await task
-            return True
-        return False
-    finally:
-        task.cancel()
-        gone.cancel()
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 def _gone(turn: ApiTurn) -> Response:
     turn.abandon()
     return Response(status_code=GONE)
@@ -303,7 +156,3 @@ def _refusal(error: ChatError) -> Response:
     status = status_of(error)
     headers = {"Retry-After": RETRY_AFTER} if status == 503 else None
     return JSONResponse(error_body(error), status_code=status, headers=headers)
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from chat.errors import ChatError, EngineFailed, InvalidRequest, check_text
+from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady, check_text
 from chat.generation import Ended, Engine, Generation, Piece, Reply
 from chat.matching import Match, longest_match
 from chat.model import Composed, LoadedModel
@@ -93,18 +93,24 @@ class ApiTurn:
         if self.error is not None:
             raise self.error
 
+    def cut_by(self) -> ChatError | None:
+        """Why the replies ended before their end, if they did: the engine's error, or the server's own end."""
+        if self.error is None and not all(reply.over for reply in self.replies):
+            return NotReady("The server is shutting down; the reply is cut here.")
+        return self.error
+
     async def events(self) -> AsyncIterator[Piece | Ended]:
-        """The text as it comes. The replies' `Ended` come last, once everything is stored; or `error` is set."""
+        """The text as it comes. The replies' `Ended` come last, once everything is stored; see `cut_by`."""
         while (event := await self._events.get()) is not None:
             if not isinstance(event, Progress):
                 yield event
 
     async def finished(self) -> None:
-        """Wait until all replies are over and stored. Raises the engine's error."""
+        """Wait until all replies are over and stored. Raises what cut them."""
         if self._task is not None:
             await asyncio.wait([self._task])
-        if self.error is not None:
-            raise self.error
+        if (cut := self.cut_by()) is not None:
+            raise cut
 
     async def stop(self) -> None:
         """End the replies where they are and wait until they are stored."""

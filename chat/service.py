@@ -22,6 +22,7 @@ from chat.turns import SAVE_SECONDS, LiveTurn
 from chat.views import Figures, MessageView, SessionDetail, SessionView, TurnOptions
 from engine.client import EngineClient, EngineState
 from engine.errors import EngineUnavailable
+from storage.errors import StorageError
 from storage.records import MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
 from storage.store import Store
 
@@ -199,8 +200,10 @@ class ChatService:
 
     async def _expire(self) -> None:
         while True:
-            with contextlib.suppress(EngineUnavailable):
+            try:
                 await self._forget_blocks(await self._store.delete_expired(self._clock()))
+            except StorageError as error:
+                log.error("expired API chats could not be removed, another try follows: %s", error)
             await asyncio.sleep(EXPIRY_SECONDS)
 
     async def _forget_blocks(self, session_ids: Sequence[str]) -> None:

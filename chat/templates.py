@@ -24,7 +24,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError as JinjaError
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -72,16 +71,19 @@ class ChatTemplate:
     def load(cls, directory: str | Path) -> ChatTemplate:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of `directory`.
 
-        Raises TemplateError when the model has no chat template or its template cannot be rendered.
+        Raises TemplateError when a file is missing or damaged, or the template is missing or cannot be rendered.
         """
         path = Path(directory)
-        raw = (path / "tokenizer.json").read_bytes()
-        tokenizer = Tokenizer.from_str(raw.decode())
+        try:
+            raw = (path / "tokenizer.json").read_bytes()
+            tokenizer = Tokenizer.from_str(raw.decode())
+            config_path = path / "tokenizer_config.json"
+            config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+            template = _read_template(path, config)
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise TemplateError(f"The tokenizer of the model in {path} cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config_path = path / "tokenizer_config.json"
-        config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-        template = _read_template(path, config)
         if template is None:
             raise TemplateError(
                 f"The model {path.name!r} has no chat template: it was not made for chatting; choose an instruct model."
@@ -248,7 +250,7 @@ class ChatTemplate:
                 add_generation_prompt=generation,
                 **self._special,
             )
-        except JinjaError as error:
+        except Exception as error:  # a template is a program that came with the model: it may raise anything
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(
                 f"The model's chat template refuses messages in this order ({roles}): {error}"

@@ -1,0 +1,122 @@
+"""A turn in the form that OpenAI's clients expect: one body, or server-sent events.
+
+Knows what a turn has, and nothing of how it is sent. Beside OpenAI's fields an answer carries one object, `keepwarm`,
+in the last chunk when streamed:
+
+    tokens              where the tokens came from: {"device": found in the pool, "computed": read by the model,
+                        "recomputed": read again because the pool was full meanwhile, "output": written}
+    matched_messages    how many of the request's messages were found in storage, so that their exact ids were used
+    ttft_s, tpot_s      seconds to the first text, and per output token after the first
+    total_s             seconds of the whole turn
+    ignored_parameters  parameters of the request that this server does not know
+
+With several choices (`n`), tokens of the prompt are those of the first, output tokens are summed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from chat.completion import ApiTurn
+from chat.generation import Piece
+from chat.openai_types import ChatRequest, error_body, finish_reason
+from engine.protocol import Capabilities
+
+
+@dataclass
+class Answer:
+    """A turn in OpenAI's form."""
+
+    turn: ApiTurn
+    chat: ChatRequest
+    capabilities: Capabilities
+
+    def __post_init__(self) -> None:
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.capabilities.model_name,
+            "system_fingerprint": self.capabilities.fingerprint,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The answer when it is not streamed."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": reply.content.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": finish_reason(reply.finish_reason),
+            }
+            for index, reply in enumerate(self.turn.replies)
+        ]
+        body = {"object": "chat.completion", **self._head, "choices": choices}
+        return {**body, "usage": self._usage(), "keepwarm": self._extension()}
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; an error in the middle is the last event."""
+        count = len(self.turn.replies)
+        for index in range(count):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+        ended = 0
+        async for event in self.turn.events():
+            if isinstance(event, Piece):
+                yield self._chunk(event.index, {"content": event.text})
+                continue
+            ended += 1
+            reason = finish_reason(self.turn.replies[event.index].finish_reason)
+            last = ended == count and not self.chat.include_usage
+            yield self._chunk(event.index, {}, reason, {"keepwarm": self._extension()} if last else {})
+        if (cut := self.turn.cut_by()) is not None:
+            yield sent_event(error_body(cut))
+            return
+        if self.chat.include_usage:
+            tail = {"choices": [], "usage": self._usage(), "keepwarm": self._extension()}
+            yield sent_event({"object": "chat.completion.chunk", **self._head, **tail})
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(
+        self, index: int, delta: dict[str, str], reason: str | None = None, extra: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        body: dict[str, Any] = {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
+        if self.chat.include_usage:
+            body["usage"] = None
+        return sent_event({**body, **(extra or {})})
+
+    def _usage(self) -> dict[str, Any]:
+        first = self.turn.replies[0].figures(self.turn.started)
+        prompt = self.turn.prompt_tokens
+        output = sum(reply.content.sampled for reply in self.turn.replies)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": first.reused_tokens if first else 0},
+        }
+
+    def _extension(self) -> dict[str, Any]:
+        first = self.turn.replies[0].figures(self.turn.started)
+        return {
+            "tokens": {
+                "device": first.reused_tokens if first else 0,
+                "computed": first.computed_tokens if first else 0,
+                "recomputed": first.recomputed_tokens if first else 0,
+                "output": sum(reply.content.sampled for reply in self.turn.replies),
+            },
+            "matched_messages": self.turn.matched_messages,
+            "ttft_s": first.ttft_s if first else None,
+            "tpot_s": first.tpot_s if first else None,
+            "total_s": self.turn.total_s(),
+            "ignored_parameters": self.chat.ignored,
+        }
+
+
+def sent_event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
