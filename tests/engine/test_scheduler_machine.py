@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,7 +24,7 @@ from engine.protocol import Sampling
 from tests.engine.rig import Rig
 
 STEPS = 130
-EXAMPLES = 25
+EXAMPLES = 40
 PRESET = [11, 12, 13, 14, 15, 16, 17, 18, 19]
 USERS = {"anna": b"", "ben": b"ben's", "cleo": b"cleo's"}
 SESSIONS = [f"{user}/{number}" for user in USERS for number in range(2)]
@@ -36,6 +36,7 @@ replies = st.integers(1, 14)
 sessions = st.sampled_from(SESSIONS)
 
 
+@seed(1)  # the same lives every time, so that a red run is red again
 class Chats(RuleBasedStateMachine):
     """Few sessions, few distinct tokens and a tiny pool, so that everything meets everything."""
 
@@ -46,6 +47,7 @@ class Chats(RuleBasedStateMachine):
     )
     def start(self, blocks: int, block_size: int, budget: int) -> None:
         counts["examples"] += 1
+        self.rules = 0
         self.rig = Rig(blocks * 4 // block_size, block_size, budget, context_length=60)
         self.history: dict[str, list[int]] = {}  # the whole path of each session's last finished request
         self.asked: dict[str, tuple[str, list[int]]] = {}
@@ -147,6 +149,7 @@ class Chats(RuleBasedStateMachine):
     @invariant()
     def lawful(self) -> None:
         counts["rules"] += 1
+        self.rules += 1
         self.rig.check()
         for block in self.rig.manager.index:
             users = {session.split("/", maxsplit=1)[0] for session in block.holders}
@@ -163,6 +166,7 @@ class Chats(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
+        counts["lives of 100 rules"] += self.rules >= 100
         self.rig.run()
         self.remember()
         assert self.asked == {}
@@ -189,16 +193,17 @@ def test_chats_live_through_anything() -> None:
     counts.clear()
     run_state_machine_as_test(
         Chats,
+        _min_steps=100,  # hypothesis' own tests use it; without, a mutated example may be a few steps long
         settings=settings(
             max_examples=EXAMPLES,
             stateful_step_count=STEPS,
             deadline=None,
-            derandomize=True,
+            database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )
     print("\nrules and what they met:", ", ".join(f"{name} {number}" for name, number in sorted(counts.items())))
     happened = {"new", "samples", "urgent", "continue", "branch", "edit", "step", "finish", "cancel", "drop", "fail"}
     happened |= {"evict", "rejected", "preempted", "copied tokens", "reused tokens", "ran out of pool"}
-    assert counts["rules"] >= 100 * counts["examples"]
+    assert counts["lives of 100 rules"] >= EXAMPLES  # hypothesis cuts a few more short, and counts them extra
     assert not {name for name in happened if not counts[name]}, "a rule or a case never happened"
