@@ -35,6 +35,7 @@ from engine.protocol import (
     LoadFailed,
     Loading,
     Ready,
+    Rejected,
     Shutdown,
     Snapshot,
     Start,
@@ -174,16 +175,16 @@ class Engine:
     def _step(self) -> None:
         if self._stopping:
             return
-        batch = self._scheduler.schedule()
-        events = self._scheduler.take_events()
-        if batch is not None:
-            try:
-                sampled = self._runner.run(batch)
-            except (EngineError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-                log.exception("a forward pass failed")
-                events += self._scheduler.fail(f"the model failed while computing this reply: {error}")
-            else:
-                events += self._scheduler.commit(batch, sampled)
+        try:
+            batch = self._scheduler.schedule()
+            sampled = self._runner.run(batch) if batch is not None else []
+        except (EngineError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            log.exception("a step failed")
+            events = self._scheduler.fail(f"the model failed while computing this reply: {error}")
+            if not any(isinstance(event, Rejected) for event in events):
+                raise  # no request can be blamed, so the books are wrong: start again with new ones
+        else:
+            events = self._scheduler.commit(batch, sampled) if batch is not None else self._scheduler.take_events()
         if events:
             self._send(events)
 
