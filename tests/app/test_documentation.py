@@ -52,9 +52,14 @@ def test_every_make_target_is_in_the_readme() -> None:
 
 def test_what_the_readme_shows_is_there() -> None:
     tree = README.split("## What is where")[1].split("```")[1]
-    named = re.findall(r"^(\S+)(?:, (\S+))? ", tree, re.MULTILINE)
-    assert named
-    assert [name for names in named for name in names if name and not (ROOT / name).exists()] == []
+    folder, absent = ROOT, []
+    for indent, names in re.findall(r"^( *)(\S+(?:, \S+)*)  ", tree, re.MULTILINE):
+        if not indent:
+            folder = ROOT / names if names.endswith("/") else ROOT
+        parent = folder if indent else ROOT
+        absent += [name for name in names.split(", ") if not list(parent.glob(name.rstrip("/")))]
+    assert folder != ROOT
+    assert absent == []
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert [link for link in links if not (ROOT / link).exists()] == []
 
