@@ -290,6 +290,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         device=settings.device,
         dtype=settings.dtype,
         device_kv=None if settings.device_kv is None else int(settings.device_kv),
+        log_level=settings.log_level,
     )
 
 

@@ -19,7 +19,7 @@ def main() -> None:
     """Serve one peer until it says `Shutdown` or goes away."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the web side ends us in order
     os.environ.setdefault("TQDM_DISABLE", "1")  # progress goes out as events; bars would litter the terminal
-    logging.basicConfig(level=os.environ.get("KEEPWARM_ENGINE_LOG", "WARNING"), format="engine: %(message)s")
+    logging.basicConfig(format="engine: %(message)s")
     # A library that prints must not spoil the frames: they get a descriptor of their own, prints go to standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -12,6 +12,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu, cuda or mps; `dtype` auto, float32, bfloat16 or float16. `device_kv` is the pool's size in bytes; None takes
     two full contexts, and at least 256 MiB. `block_size` is in tokens. Converted weights are kept in `cache_dir`.
     `threads` is torch's thread count on the CPU; None takes one per core. `max_batch_tokens` bounds one forward pass.
+    `log_level` is debug, info, warning or error.
     """
 
     cache_dir: str
@@ -22,3 +23,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 32
     threads: int | None = None
     max_batch_tokens: int = 512
+    log_level: str = "warning"

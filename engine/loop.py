@@ -80,6 +80,7 @@ class Engine:
     # --- start ------------------------------------------------------------------------------------------------------
 
     def _load(self, config: EngineConfig) -> None:
+        logging.getLogger().setLevel(config.log_level.upper())
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         prepared = loading.prepare(config.model, Path(config.cache_dir), self._progress)
