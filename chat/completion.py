@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady, check_text
+from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady, StorageFailed, check_text
 from chat.generation import Ended, Engine, Generation, Piece, Reply
 from chat.matching import Match, longest_match
 from chat.model import Composed, LoadedModel
@@ -179,7 +179,7 @@ class Completions:
     async def begin(self, user: UserRecord, model: LoadedModel, request: Request) -> ApiTurn:
         """Match the messages, submit them, and store what is new while the engine works.
 
-        Raises InvalidRequest, InvalidText, PromptTooLong, TemplateError.
+        Raises InvalidRequest, InvalidText, PromptTooLong, TemplateError, StorageFailed.
         """
         _check(request, model)
         hint = (user.id, request.hint) if request.hint else None
@@ -187,7 +187,10 @@ class Completions:
         match = await longest_match(self._store, user.id, request.messages, model.template, prefer)
         path = match.path if match else ()
         composed = await model.compose([*(model.entry(message) for message in path), *request.messages[len(path) :]])
-        session_id, stored = await self._session(user.id, match)
+        try:
+            session_id, stored = await self._session(user.id, match)
+        except StorageError as error:
+            raise StorageFailed(error) from error
         if hint:
             self._hints[hint] = session_id
         submit = model.submit(session_id, composed, request.options, usual=PLAIN, salt=user.salt, n=request.n)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat.errors import NothingToRetry, SessionBusy, SessionNotFound
+from chat.errors import NothingToRetry, SessionBusy, SessionNotFound, StorageFailed
 from chat.generation import Engine, Generation
 from chat.model import Composed, LoadedModel, Models
 from chat.templates import Entry
 from chat.turns import SAVE_SECONDS, LiveTurn
 from chat.views import TurnOptions
-from storage.errors import UnknownMessage, UnknownSession
+from storage.errors import StorageError, UnknownMessage, UnknownSession
 from storage.records import MessageRecord, SessionRecord, UserRecord
 from storage.store import Store
 
@@ -117,9 +117,10 @@ class Conversations:
         path = await self._store.path(session.id)
         system = [Entry("system", session.system_prompt)] if not path and session.system_prompt else []
         composed = await model.compose([*(model.entry(message) for message in path), *system, Entry("user", text)])
-        parent_id = path[-1].id if path else None
-        with _not_found(session.id):
+
+        async def store_question() -> str | None:
             await self._save_changed_segments(path, composed, model)
+            parent_id = path[-1].id if path else None
             for entry, segment in zip(composed.entries[len(path) :], composed.segments[len(path) :], strict=True):
                 message = await self._store.add_message(
                     session.id,
@@ -130,10 +131,11 @@ class Conversations:
                     tokenizer=model.template.identity,
                 )
                 parent_id = message.id
-            turn = await self._reply(asked, model, composed, parent_id)
             if not session.title:
                 await self._store.update_session(session.user_id, session.id, title=title_of(text), touch=False)
-        return turn
+            return parent_id
+
+        return await self._reply(asked, model, composed, store_question)
 
     async def _retry(self, asked: Asked) -> LiveTurn:
         model = await self._models.get()
@@ -143,24 +145,37 @@ class Conversations:
         if not path or path[-1].role != "user":
             raise NothingToRetry
         composed = await model.compose([model.entry(message) for message in path])
-        with _not_found(asked.session.id):
-            return await self._reply(asked, model, composed, path[-1].id)
+        question = path[-1].id
 
-    async def _reply(self, asked: Asked, model: LoadedModel, composed: Composed, parent_id: str | None) -> LiveTurn:
+        async def stored_question() -> str | None:
+            return question
+
+        return await self._reply(asked, model, composed, stored_question)
+
+    async def _reply(
+        self,
+        asked: Asked,
+        model: LoadedModel,
+        composed: Composed,
+        store_question: Callable[[], Awaitable[str | None]],
+    ) -> LiveTurn:
+        """Submit, and store the question and its reply's row while the engine works."""
         session, options = asked.session, asked.options
         submit = model.submit(session.id, composed, options, usual=model.sampling, salt=asked.user.salt)
-        message = await self._store.add_message(
-            session.id,
-            parent_id=parent_id,
-            role="assistant",
-            text="",
-            token_ids=(),
-            tokenizer=model.template.identity,
-            status="streaming",
-        )
         generation = Generation(
             self._engine, submit, model.template, options.stop, started=asked.started, timer=self._timer
         )
+        with _storing(session.id):
+            async with generation.begun():
+                message = await self._store.add_message(
+                    session.id,
+                    parent_id=await store_question(),
+                    role="assistant",
+                    text="",
+                    token_ids=(),
+                    tokenizer=model.template.identity,
+                    status="streaming",
+                )
         turn = LiveTurn(
             self._store,
             generation,
@@ -197,8 +212,10 @@ def title_of(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _not_found(session_id: str) -> Iterator[None]:
+def _storing(session_id: str) -> Iterator[None]:
     try:
         yield
     except (UnknownSession, UnknownMessage):
         raise SessionNotFound(session_id) from None
+    except StorageError as error:
+        raise StorageFailed(error) from error

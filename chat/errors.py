@@ -118,6 +118,16 @@ class EngineFailed(ChatError):
     code = "engine_error"
 
 
+class StorageFailed(ChatError):
+    """The database refused; nothing of the request was stored."""
+
+    code = "storage_failed"
+    retryable = True
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(f"This could not be stored: {reason}")
+
+
 def check_text(text: str, what: str) -> str:
     """`text` itself; raises InvalidText when it cannot be written as UTF-8. `what` names it ("message", "title")."""
     try:

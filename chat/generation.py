@@ -6,9 +6,10 @@ order; the engine never waits for them.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -17,13 +18,14 @@ from chat.streaming import Codec, ReplyText
 from chat.views import Figures
 from engine.protocol import Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
 
-EventStream = AsyncGenerator[Progress | Tokens | Finished | Rejected, None]
+EngineEvent = Progress | Tokens | Finished | Rejected
+EventStream = AsyncGenerator[EngineEvent, None]
 
 
 class Engine(Protocol):
     """The part of `EngineClient` that a generation needs."""
 
-    def stream(self, submit: Submit) -> AsyncIterator[Progress | Tokens | Finished | Rejected]:
+    def stream(self, submit: Submit) -> AsyncIterator[EngineEvent]:
         """Submit and yield what comes of it."""
 
     async def cancel(self, request_id: str) -> None:
@@ -100,29 +102,41 @@ class Generation:
         self.submit = submit
         self.started = timer() if started is None else started
         self.replies = [Reply(codec, tuple(stops), submit.stop_ids) for _ in range(submit.n)]
-        self.progress: Progress | None = None
         self.error: ChatError | None = None
         self._engine = engine
         self._timer = timer
         self._stop_wanted = False
+        self._begun: tuple[EventStream, asyncio.Future[EngineEvent]] | None = None
 
     async def stop(self) -> None:
         """End the replies where they are, within one step of the engine."""
         self._stop_wanted = True
         await self._engine.cancel(self.submit.request_id)
 
+    @asynccontextmanager
+    async def begun(self) -> AsyncIterator[None]:
+        """Submit now, so that the engine works while the block stores things; an error in it takes the request back."""
+        stream, first = self._begin()
+        try:
+            yield
+        except BaseException:
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            await stream.aclose()
+            raise
+
     async def events(self) -> AsyncIterator[Progress | Piece | Ended]:
         """What happens, in order; ends when all replies are over, or with `error` set."""
-        if self._stop_wanted:  # before the engine ever heard of it
+        if self._stop_wanted and self._begun is None:  # before the engine ever heard of it
             for index, reply in enumerate(self.replies):
                 reply.finish_reason, reply.over = "cancelled", True
                 yield Ended(index)
             return
-        async with aclosing(cast(EventStream, self._engine.stream(self.submit))) as stream:
-            async for event in stream:
+        stream, first = self._begun or self._begin()
+        async with aclosing(stream), aclosing(_resumed(first, stream)) as events:
+            async for event in events:
                 match event:
                     case Progress():
-                        self.progress = event
                         yield event
                     case Tokens():
                         if piece := await self._take(event):
@@ -140,6 +154,11 @@ class Generation:
     def total_s(self) -> float:
         """Seconds since the turn started."""
         return self._timer() - self.started
+
+    def _begin(self) -> tuple[EventStream, asyncio.Future[EngineEvent]]:
+        stream = cast(EventStream, self._engine.stream(self.submit))
+        self._begun = stream, asyncio.ensure_future(_first(stream))
+        return self._begun
 
     async def _take(self, event: Tokens) -> str:
         reply = self.replies[event.index]
@@ -178,3 +197,16 @@ def error_of(event: Rejected) -> ChatError:
             return ChatError(event.message, code="context_length_exceeded")
         case code:
             return EngineFailed(event.message, code=code, retryable=event.retryable)
+
+
+async def _first(stream: EventStream) -> EngineEvent:
+    return await anext(stream)
+
+
+async def _resumed(first: asyncio.Future[EngineEvent], stream: EventStream) -> EventStream:
+    try:
+        yield await first
+    except StopAsyncIteration:
+        return
+    async for event in stream:
+        yield event

@@ -6,10 +6,12 @@ what matters is that the whole path is equal, which its key says.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chat.templates import ChatTemplate, Entry
+from storage.errors import UnknownMessage
 from storage.keys import path_keys
 from storage.records import MessageRecord, SessionRecord
 from storage.store import Store
@@ -55,11 +57,15 @@ async def longest_match(
 async def _usable(
     store: Store, user_id: str, record: MessageRecord, template: ChatTemplate, *, is_last: bool
 ) -> Match | None:
-    session = await store.session(user_id, record.session_id)
-    if session is None:
+    try:
+        session, path = await asyncio.gather(
+            store.session(user_id, record.session_id), store.path(record.session_id, record.id)
+        )
+    except UnknownMessage:  # deleted meanwhile
         return None
-    path = await store.path(record.session_id, record.id)
-    if any(message.tokenizer != template.identity or message.status == "streaming" for message in path):
+    if session is None or any(
+        message.tokenizer != template.identity or message.status == "streaming" for message in path
+    ):
         return None
     if is_last and not template.ends_prompt(path[-1].token_ids):
         return None

@@ -27,6 +27,7 @@ STATUS = {
     "model_not_found": 404,
     "internal": 500,
     "engine_error": 500,
+    "storage_failed": 500,
 }  # everything else is the client's: 400
 
 

@@ -20,10 +20,10 @@ def recommended(model_path: str | Path, model_name: str) -> Sampling:
     """The sampling of the model's `generation_config.json`, else of its model card where known, else `USUAL`."""
     path = Path(model_path) / "generation_config.json"
     try:
-        config: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        config = _object(json.loads(path.read_text("utf-8")))
     except FileNotFoundError:
         config = {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         log.warning("%s cannot be read (%s); the usual sampling is used", path, error)
         config = {}
     values = {name: config[name] for name in Sampling.__struct_fields__ if _is_number(config.get(name))}
@@ -32,6 +32,12 @@ def recommended(model_path: str | Path, model_name: str) -> Sampling:
             return Sampling()
         return Sampling(**{"temperature": 1.0, **values, "seed": None})
     return next((known for name, known in KNOWN.items() if name in model_name.lower()), USUAL)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{type(value).__name__} instead of an object")
+    return value
 
 
 def _is_number(value: object) -> bool:

@@ -41,6 +41,7 @@ class FakeEngine:
         self.submits: list[Submit] = []
         self.cancelled: list[str] = []
         self.dropped: list[str] = []
+        self.closed: list[str] = []  # streams left before their end
         self.gate = asyncio.Event()
         self.gate.set()
         self.tokens_until_death: int | None = None
@@ -71,6 +72,14 @@ class FakeEngine:
         return Dropped(call_id="", blocks=0, bytes=0)
 
     async def stream(self, submit: Submit) -> AsyncIterator[Progress | Tokens | Finished | Rejected]:
+        try:
+            async for event in self._play(submit):
+                yield event
+        except (GeneratorExit, asyncio.CancelledError):
+            self.closed.append(submit.request_id)
+            raise
+
+    async def _play(self, submit: Submit) -> AsyncIterator[Progress | Tokens | Finished | Rejected]:
         request_id = submit.request_id
         self.submits.append(submit)
         if self.reject is not None:

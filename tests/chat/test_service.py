@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from chat.errors import (
     PromptTooLong,
     SessionBusy,
     SessionNotFound,
+    StorageFailed,
     SystemPromptFixed,
 )
 from chat.model import DEFAULT_MAX_TOKENS
@@ -23,6 +25,7 @@ from chat.service import ChatService
 from chat.views import TurnOptions
 from engine.client import EngineState
 from engine.protocol import Rejected, Sampling
+from storage.errors import DiskFull
 from tests.chat.fake_engine import END
 
 
@@ -339,6 +342,37 @@ async def test_bad_messages_are_refused_and_leave_no_trace(service, engine, stor
     assert await store.path(chat) == []
     assert engine.submits == []
     assert (await ask(service, chat, "fine now")).status == "complete"
+
+
+async def test_a_full_disk_refuses_the_message_and_takes_the_request_back(service, engine, store, monkeypatch):
+    chat = await new_chat(service)
+
+    async def full(*_, **__):
+        raise DiskFull(Path("/data/keepwarm.sqlite3"))
+
+    engine.gate.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "add_message", full)
+        with pytest.raises(StorageFailed, match=r"disk .* is full"):
+            await service.send(service.user.id, chat, "one")
+    assert service.live_turn(chat) is None
+    assert engine.closed == [submit.request_id for submit in engine.submits]
+    engine.gate.set()
+    assert (await ask(service, chat, "one")).status == "complete"
+
+
+async def test_a_full_disk_at_the_end_is_said_and_the_text_stays_in_view(service, store, monkeypatch):
+    chat = await new_chat(service)
+
+    async def full(*_, **__):
+        raise DiskFull(Path("/data/keepwarm.sqlite3"))
+
+    monkeypatch.setattr(store, "update_message", full)
+    done = await ask(service, chat, "one")
+    assert (done.text, done.status) == ("Fine.", "complete")
+    assert "could not be saved" in done.error
+    assert (await detail(service, chat)).messages[-1].status == "interrupted"  # what a reload can still know
+    assert service.live_turn(chat) is None
 
 
 async def test_an_engine_that_is_not_ready_says_why(service, engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,31 @@ def test_a_model_without_a_template_is_refused(embedded_model, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((embedded_model / "tokenizer.json").read_bytes())
     with pytest.raises(TemplateError, match="has no chat template"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_damaged_files_are_named(embedded_model, tmp_path, name):
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / file).write_bytes((embedded_model / file).read_bytes())
+    (tmp_path / name).write_text("{")
+    with pytest.raises(TemplateError, match="cannot be read"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{% for", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"])
+def test_a_broken_template_is_an_error_for_people(with_template, text):
+    with pytest.raises(TemplateError, match="chat template refuses"):
+        with_template(text)
+
+
+def test_templates_kept_in_the_configuration(embedded_model, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((embedded_model / "tokenizer.json").read_bytes())
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": THINKING}]
+    for found in (THINKING, templates):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+        assert raw(ChatTemplate.load(tmp_path), ChatTemplate.load(tmp_path).fill([Entry("user", "x")])[0]) == (
+            "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 def test_a_tokenizer_that_prepends_spaces_adds_none_inside_a_chat(tmp_path):
