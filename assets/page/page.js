@@ -129,7 +129,7 @@ window.keepwarm = (() => {
     unfollow();
     running = stopping = false;
     sendingSince = 0;
-    shown.live = shown.notice = "";
+    if (live) live.value = { chat, html: "", running: false };
     document.body.classList.remove("kw-running", "kw-menu");
     document.body.classList.toggle("kw-opening", !chat.startsWith(NEW));
     markCurrent();

@@ -30,7 +30,9 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="package")
-def server(browser: Browser, embedded_model: Path, model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    browser: Browser, embedded_model: Path, model_cache: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """The application with the embedded model, ready; shared, so a test must not end it."""
     del browser, embedded_model  # first of all: is there a browser, and is the model converted
     with Server(new_data_dir(tmp_path_factory.mktemp("data"), model_cache)) as server:

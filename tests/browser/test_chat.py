@@ -1,4 +1,4 @@
-"""A person chats: replies stream, the second turn is warm, Stop keeps the text, other tabs and chats are not mixed in."""
+"""A person chats: replies stream, a second turn is warm, Stop keeps the text, tabs and chats are not mixed up."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_a_new_chat_streams_its_reply_and_says_what_it_cost(tab: ChatDriver) -> 
     assert figures.reused + figures.read == figures.prompt
     assert figures.output > 5
     assert tab.chat, "the address names the chat"
-    expect(tab.row("Name the seasons, one per line, each with a sentence about…").locator("a")).to_have_attribute("aria-current", "page")
+    row = tab.row("Name the seasons, one per line, each with a sentence about…")
+    expect(row.locator("a")).to_have_attribute("aria-current", "page")
     expect(tab.page).to_have_title(re.compile(r"^Name the seasons.* · Keepwarm$"))
 
 
@@ -116,10 +117,13 @@ def test_back_and_forward_walk_through_the_chats(tab: ChatDriver) -> None:
     first = tab.chat
     tab.new_chat()
     tab.ask("Say no.")
-    tab.page.go_back()
+    second = tab.chat
     tab.page.go_back()
     expect(tab.users).to_have_text("Say yes.")
     assert tab.chat == first
+    tab.page.go_forward()
+    expect(tab.users).to_have_text("Say no.")
+    assert tab.chat == second
 
 
 @pytest.mark.parametrize("how", ["double click", "two enters"])
