@@ -26,6 +26,7 @@ def reply(template: ChatTemplate, ids: list[int], stops: tuple[str, ...] = ()) -
 
 @settings(deadline=None, max_examples=300)
 @given(ids_lists)
+@example([5549])  # a space and the beginning of a character in one token
 def test_pieces_add_up_to_the_batch_decode(template, ids):
     detokenizer = Detokenizer(template.decode)
     pieces = [detokenizer.push(token_id) for token_id in ids]
@@ -33,7 +34,7 @@ def test_pieces_add_up_to_the_batch_decode(template, ids):
     text = "".join(pieces)
     assert not any(piece.endswith("\ufffd") for piece in pieces)
     assert whole.startswith(text)
-    assert set(whole[len(text) :]) <= {"\ufffd"}
+    assert whole == text or whole.endswith("\ufffd")  # only what ends inside a character is kept back
 
 
 @settings(deadline=None, max_examples=300)
