@@ -28,7 +28,7 @@ class Engine(Protocol):
     def stream(self, submit: Submit) -> AsyncIterator[EngineEvent]:
         """Submit and yield what comes of it."""
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
         """End a request within one step."""
 
 
@@ -172,8 +172,7 @@ class Generation:
             reply.first_text_at = now
         if reply.content.stopped:
             reply.finish_reason = "stop"
-            if all(other.ended for other in self.replies):
-                await self._engine.cancel(self.submit.request_id)
+            await self._engine.cancel(self.submit.request_id, event.index)
         return piece
 
     def _finish(self, event: Finished) -> str:

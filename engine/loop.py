@@ -194,7 +194,7 @@ class Engine:
             case Submit():
                 return self._scheduler.submit(command)
             case Cancel():
-                return self._scheduler.cancel(command.request_id)
+                return self._scheduler.cancel(command.request_id, command.index)
             case Drop():
                 blocks, events = self._scheduler.drop(command.session_id)
                 freed = Dropped(call_id=command.call_id, blocks=blocks, bytes=blocks * self._block_bytes)

@@ -72,9 +72,13 @@ class Submit(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Stop a request within one step. Its samples end in `Finished(reason="cancelled")`; unknown ids are ignored."""
+    """Stop a request within one step: its samples end in `Finished(reason="cancelled")`; unknown ids are ignored.
+
+    With an `index`, only that sample, which must have begun to be written; before that it is ignored.
+    """
 
     request_id: str
+    index: int | None = None
 
 
 class Drop(Message, frozen=True, kw_only=True):

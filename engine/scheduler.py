@@ -71,12 +71,13 @@ class Scheduler:
         self._wait(request.samples[0])
         return self.take_events()
 
-    def cancel(self, request_id: str) -> list[Event]:
-        """End what is left of a request, in whatever state; an unknown id is ignored."""
+    def cancel(self, request_id: str, index: int | None = None) -> list[Event]:
+        """End what is left of a request, in whatever state, or one sample that is being written; else nothing."""
         self._between_steps()
         request = self._requests.get(request_id)
         for sequence in request.samples if request is not None else []:
-            if not sequence.ended:
+            wanted = index is None or (sequence.index == index and sequence.reply_ids)
+            if wanted and not sequence.ended:
                 self._finish(sequence, "cancelled")
         return self.take_events()
 

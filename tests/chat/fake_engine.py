@@ -40,6 +40,7 @@ class FakeEngine:
         self.state = EngineState("ready", capabilities=self.capabilities)
         self.submits: list[Submit] = []
         self.cancelled: list[str] = []
+        self._ended_samples: set[tuple[str, int]] = set()
         self.dropped: list[str] = []
         self.closed: list[str] = []  # streams left before their end
         self.gate = asyncio.Event()
@@ -62,9 +63,11 @@ class FakeEngine:
             yield self.state
             await changed.wait()
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
         self.cancelled.append(request_id)
-        if request_id in self._wake:
+        if index is not None:
+            self._ended_samples.add((request_id, index))
+        elif request_id in self._wake:
             self._wake[request_id].set()
 
     async def drop(self, session_id: str) -> Dropped:
@@ -94,7 +97,7 @@ class FakeEngine:
             reason: FinishReason = "length"
             for token in self.script(submit, index)[: submit.max_tokens]:
                 await self._gate_or(cancel)
-                if cancel.is_set():
+                if cancel.is_set() or (request_id, index) in self._ended_samples:
                     reason = "cancelled"
                     break
                 if self.tokens_until_death is not None:

@@ -90,8 +90,8 @@ class Rig:
         usage = self.finished[request_id][index].usage
         return usage.device_tokens, usage.computed_tokens, usage.recomputed_tokens, usage.output_tokens
 
-    def cancel(self, request_id: str) -> None:
-        self.note(self.scheduler.cancel(request_id))
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        self.note(self.scheduler.cancel(request_id, index))
         self.check()
 
     def drop(self, session: str) -> int:

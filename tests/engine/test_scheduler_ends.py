@@ -88,6 +88,19 @@ def test_cancelling_ends_a_request_in_any_state(make_rig, steps):
     assert rig.manager.leased_blocks == 0
 
 
+def test_one_sample_is_cancelled_and_the_others_go_on(make_rig):
+    rig = make_rig()
+    request = rig.submit([1, 2, 3], 6, n=3, sampling=RANDOM)
+    rig.cancel(request, 1)  # nothing is written yet
+    rig.step()
+    rig.step()
+    rig.cancel(request, 1)
+    assert {index: end.reason for index, end in rig.finished[request].items()} == {1: "cancelled"}
+    rig.run()
+    assert [rig.finished[request][index].reason for index in range(3)] == ["length", "cancelled", "length"]
+    assert [len(rig.replies[request][index]) for index in range(3)] == [6, 2, 6]
+
+
 def test_cancelling_what_nobody_knows_changes_nothing(make_rig):
     rig = make_rig()
     assert rig.scheduler.cancel("nobody") == []
