@@ -55,6 +55,9 @@ from engine.protocol import (
 
 log = logging.getLogger(__name__)
 
+# Torch's threads are to sleep, not to spin, while they wait for each other. On two cores, each step beside other busy
+# programs took 80-120 ms instead of 500-900 ms.
+ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 CLOSE_SECONDS = 1.0  # how long the engine may take to end by itself
 CRASHES, CRASH_WINDOW_S = 3, 120.0  # that many deaths in that time, and it is not started again
 
@@ -184,9 +187,9 @@ class EngineClient:
             if left > 0:
                 self._send(Cancel(request_id=submit.request_id))
 
-    async def cancel(self, request_id: str) -> None:
-        """Stop a request within one step; its stream ends with `Finished(reason="cancelled")`."""
-        self._send(Cancel(request_id=request_id))
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Stop a request, or one sample of it, within one step; it ends with `Finished(reason="cancelled")`."""
+        self._send(Cancel(request_id=request_id, index=index))
 
     async def drop(self, session_id: str) -> Dropped:
         """Forget every block that only this session holds."""
@@ -322,7 +325,7 @@ def _process_channel(
         [sys.executable, "-m", "engine"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**ENGINE_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
         start_new_session=True,  # a Ctrl-C in the terminal is for the web side, which ends the engine in order
     )
     if process.stdin is None or process.stdout is None:

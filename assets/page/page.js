@@ -359,7 +359,8 @@ window.keepwarm = (() => {
       keepDraft();
       return location.reload(); // the server was restarted; the draft is kept
     }
-    if (offline && server) reopen();
+    const awake = server && engine.phase !== "ready" && state.engine.phase === "ready";
+    if ((offline && server) || awake) reopen(); // what the chat shows depends on both
     server = state.server;
     engine = state.engine;
     if (state.chats) {

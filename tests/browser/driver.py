@@ -8,7 +8,10 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
-REPLY_MS = int(__import__("os").environ.get("KWMS", "60000"))
+# With `be_steady`, the embedded model answers these for hundreds of tokens.
+LONG = "Tell me a very long story about a lighthouse keeper and her cat. Take your time."
+COUNT = "Count upwards in digits from 1 to 300, with commas between, and nothing else."
+REPLY_MS = 60_000
 FIGURES = re.compile(
     r"^([\d,]+) reused · ([\d,]+) read · (\d+\.\d\d) s to first token(?: · ([\d,.]+) tok/s)?$"
 )
@@ -124,6 +127,13 @@ class ChatDriver:
         """Set the longest reply in the settings area."""
         self.open_settings()
         self.page.get_by_label("Longest reply, in tokens").fill("" if tokens is None else str(tokens))
+        self.page.get_by_role("button", name="Close settings").click()
+
+    def be_steady(self) -> None:
+        """Choose the likeliest token always, so that the same question gets the same reply."""
+        self.open_settings()
+        self.page.get_by_label("Set here").check()
+        self.page.get_by_label("number input for Temperature").fill("0")
         self.page.get_by_role("button", name="Close settings").click()
 
     def figures(self) -> Figures:

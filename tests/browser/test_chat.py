@@ -7,9 +7,7 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser.driver import ChatDriver
-
-TELL_LONG = "Tell me a very long story about a lighthouse keeper and her cat. Take your time."
+from tests.browser.driver import COUNT, LONG, ChatDriver
 
 
 def test_a_new_chat_streams_its_reply_and_says_what_it_cost(tab: ChatDriver) -> None:
@@ -40,7 +38,8 @@ def test_the_second_turn_does_not_read_the_first_again(tab: ChatDriver) -> None:
 
 
 def test_stop_ends_the_reply_and_keeps_its_text(tab: ChatDriver) -> None:
-    tab.send(TELL_LONG)
+    tab.be_steady()
+    tab.send(LONG)
     early = tab.wait_text_grows(20)
     tab.stop()
     kept = tab.wait_reply()
@@ -49,6 +48,7 @@ def test_stop_ends_the_reply_and_keeps_its_text(tab: ChatDriver) -> None:
     tab.page.reload()
     tab.wait_usable()
     expect(tab.replies.last.locator(".kw-text")).to_have_text(kept, use_inner_text=True)
+    tab.be_steady()
     tab.limit_replies(12)
     tab.page.get_by_role("button", name="Retry").click()
     expect(tab.notices.filter(has_text="stopped")).to_have_count(0)
@@ -58,14 +58,16 @@ def test_stop_ends_the_reply_and_keeps_its_text(tab: ChatDriver) -> None:
 
 
 def test_a_reply_that_hit_its_limit_says_so(tab: ChatDriver) -> None:
+    tab.be_steady()
     tab.limit_replies(8)
-    tab.ask(TELL_LONG)
+    tab.ask(LONG)
     expect(tab.notices).to_have_text(re.compile("limit"))
     assert tab.figures().output == 8
 
 
 def test_a_reload_and_a_second_tab_join_the_running_reply(tab: ChatDriver, second_tab: ChatDriver) -> None:
-    tab.send(TELL_LONG)
+    tab.be_steady()
+    tab.send(LONG)
     before = tab.wait_text_grows(10)
     tab.page.reload()
     after = tab.wait_text_grows(len(before))
@@ -78,11 +80,12 @@ def test_a_reload_and_a_second_tab_join_the_running_reply(tab: ChatDriver, secon
 
 
 def test_a_reply_begun_in_another_tab_appears_by_itself(tab: ChatDriver, second_tab: ChatDriver) -> None:
+    tab.be_steady()
     tab.limit_replies(8)
     tab.ask("Say one word.")
     second_tab.open(tab.chat)
     tab.limit_replies(None)
-    tab.send(TELL_LONG)
+    tab.send(LONG)
     second_tab.wait_text_grows(10)
     expect(second_tab.users).to_have_count(2)
     tab.stop()
@@ -90,11 +93,12 @@ def test_a_reply_begun_in_another_tab_appears_by_itself(tab: ChatDriver, second_
 
 
 def test_two_chats_that_are_written_at_once_are_not_mixed(tab: ChatDriver) -> None:
-    tab.send("Count upwards in digits from 1 to 300, with commas between, and nothing else.")
+    tab.be_steady()
+    tab.send(COUNT)
     numbers = tab.wait_text_grows(5)
     first = tab.chat
     tab.new_chat()
-    tab.send(TELL_LONG)
+    tab.send(LONG)
     story = tab.wait_text_grows(20)
     second = tab.chat
     assert first != second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.browser.driver import ChatDriver
+from tests.browser.driver import LONG, ChatDriver
 
 
 def test_a_chat_is_renamed(tab: ChatDriver) -> None:
@@ -47,9 +47,10 @@ def test_a_chat_is_deleted_only_after_a_confirmation(tab: ChatDriver) -> None:
 
 
 def test_a_chat_is_deleted_while_its_reply_is_written(tab: ChatDriver) -> None:
-    tab.send("Tell me a very long tale of a deleted chat.")
+    tab.be_steady()
+    tab.send(LONG)
     tab.wait_text_grows(5)
-    row = tab.row("Tell me a very long tale of a deleted chat.")
+    row = tab.page.locator(f"#kw-chats li[data-chat='{tab.chat}']")
     row.hover()
     row.locator("[data-act=remove]").click()
     tab.page.get_by_role("dialog").get_by_role("button", name="Delete").click()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, expect
 
-from tests.browser.driver import ChatDriver
+from tests.browser.driver import LONG, ChatDriver
 from tests.browser.server import Server, frozen
 
 
@@ -50,7 +50,8 @@ def test_a_killed_engine_ends_the_reply_with_a_reason_and_retry_brings_it_back(
 ) -> None:
     own_server.start().wait_for_page().wait_until_ready()
     tab = ChatDriver(context.new_page(), own_server.url).open()
-    tab.send("Tell me a very long story about a fox.")
+    tab.be_steady()
+    tab.send(LONG)
     early = tab.wait_text_grows(10)
     own_server.engine().kill()
     expect(tab.notices).to_have_attribute("role", "alert", timeout=20_000)
@@ -71,7 +72,8 @@ def test_a_server_that_is_gone_is_noticed_and_its_return_too(context: BrowserCon
     tab.limit_replies(4)
     tab.ask("Say hi.")
     tab.limit_replies(None)
-    tab.send("Tell me a very long story about a server that was killed.")
+    tab.be_steady()
+    tab.send(LONG)
     early = tab.wait_text_grows(40)
     tab.page.wait_for_timeout(1500)  # text is saved every second
     tab.box.fill("not sent yet")
@@ -82,8 +84,9 @@ def test_a_server_that_is_gone_is_noticed_and_its_return_too(context: BrowserCon
     expect(tab.status).to_be_hidden(timeout=60_000)
     expect(tab.box).to_have_value("not sent yet")
     expect(tab.users).to_have_count(2)
-    expect(tab.notices).to_contain_text("interrupted")
+    expect(tab.notices.last).to_contain_text("interrupted")
     assert tab.replies.last.locator(".kw-text").inner_text().startswith(early[:10])
+    tab.be_steady()
     tab.page.get_by_role("button", name="Retry").click()
     tab.wait_text_grows(5)
     tab.stop()
