@@ -60,13 +60,12 @@ def converse(browser: Browser, server: Server) -> str:
 
 
 def take(browser: Browser, server: Server, chat: str, name: str, size: ViewportSize, scheme: str) -> None:
-    """One picture, with a palette, which is small enough for a README."""
+    """One picture, packed tightly."""
     page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
     ChatDriver(page, server.url).open(chat)
     page.locator(".kw-figures").last.wait_for()
     page.wait_for_timeout(500)
-    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    image.quantize(128, dither=Image.Dither.NONE).save(FOLDER / name, optimize=True)
+    Image.open(io.BytesIO(page.screenshot())).convert("RGB").save(FOLDER / name, optimize=True)
     page.close()
 
 
