@@ -19,11 +19,11 @@ from tests.browser.server import ROOT, Server, new_data_dir
 
 FOLDER = ROOT / "assets" / "screenshots"
 QUESTIONS = (
-    ("Write a Python function that counts the words in a text.", 150),
-    ("Give me three names for a small café by the sea.", 60),
-    ("How do I keep a sourdough starter warm in winter?", 90),
+    ("Write a Python function that counts the words in a text.", 300),
+    ("Give me three names for a small café by the sea.", 120),
+    ("How do I keep a sourdough starter warm in winter?", 120),
 )
-FOLLOW_UP = ("Now explain that in two sentences.", 70)
+FOLLOW_UP = ("Now explain that in two sentences.", 200)
 
 
 def main() -> None:
@@ -48,6 +48,7 @@ def main() -> None:
 def converse(browser: Browser, server: Server) -> str:
     """A few chats, the first of which has a second turn; the id of that one."""
     tab = ChatDriver(browser.new_page(), server.url).open()
+    tab.be_steady()
     chat = ""
     for question, tokens in reversed(QUESTIONS):
         tab.new_chat()
