@@ -64,9 +64,7 @@ class ChatPage:
                 self._render_composer()
             with gr.Column(elem_id="kw-settings", min_width=0):
                 self._render_settings()
-        self._events = gr.HTML(
-            "", visible="hidden", head=script_tag(), js_on_load=_EVENTS_JS, apply_default_css=False
-        )
+        self._events = gr.HTML("", visible="hidden", head=script_tag(), js_on_load=_EVENTS_JS, apply_default_css=False)
 
     def _render_composer(self) -> None:
         with gr.Column(elem_id="kw-composer", min_width=0):

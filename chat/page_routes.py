@@ -30,9 +30,7 @@ def page_router(service: ChatService) -> APIRouter:
     server = uuid4().hex
 
     @router.get("/page/state")
-    async def state(
-        has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS
-    ) -> dict[str, Any]:
+    async def state(has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS) -> dict[str, Any]:
         """`server` (a name for this run), `engine`, and `chats` unless the tab `has` this version of them already."""
         chats = await service.sessions(service.user.id, limit + 1)
         shown = [
@@ -53,9 +51,7 @@ def page_router(service: ChatService) -> APIRouter:
             live = service.live_turn(chat)
         except SessionNotFound:
             live = None
-        return StreamingResponse(
-            _events(live), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return StreamingResponse(_events(live), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     return router
 

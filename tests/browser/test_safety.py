@@ -82,9 +82,7 @@ def test_every_answer_forbids_what_comes_from_elsewhere(tab: ChatDriver) -> None
     policy = answer.headers["content-security-policy"]
     assert "default-src 'self'" in policy
     assert "connect-src 'self'" in policy
-    refused = tab.evaluate(
-        "fetch('https://elsewhere.example/').then(() => 'went out', () => 'refused')"
-    )
+    refused = tab.evaluate("fetch('https://elsewhere.example/').then(() => 'went out', () => 'refused')")
     assert refused == "refused"
 
 
