@@ -23,8 +23,8 @@ ARGUMENTS = (
 
 
 def find_browser() -> str | None:
-    """The path of an installed Chromium-like browser: KEEPWARM_TEST_BROWSER, one on PATH, or in its usual place."""
-    named = os.environ.get("KEEPWARM_TEST_BROWSER")
+    """The path of an installed Chromium-like browser: TEST_BROWSER, one on PATH, or in its usual place."""
+    named = os.environ.get("TEST_BROWSER")
     if named:
         return named
     found = (shutil.which(name) for name in NAMES)

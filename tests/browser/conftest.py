@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,8 @@ def browser() -> Iterator[Browser]:
     """One browser for all tests; each test has windows of its own."""
     path = find_browser()
     if path is None:
-        pytest.skip("no Chromium or Chrome found (KEEPWARM_TEST_BROWSER can name one)")
+        without = pytest.fail if os.environ.get("CI") else pytest.skip
+        without("no Chromium or Chrome found (TEST_BROWSER can name one)")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=arguments())
         yield browser

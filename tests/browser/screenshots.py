@@ -30,7 +30,7 @@ def main() -> None:
     """Chat a little, then take each picture."""
     path = find_browser()
     if path is None:
-        raise SystemExit("no Chromium or Chrome found; KEEPWARM_TEST_BROWSER can name one")
+        raise SystemExit("no Chromium or Chrome found; TEST_BROWSER can name one")
     models = ROOT / ".cache" / "models"
     prepare(EMBEDDED, models, lambda *_: None)
     FOLDER.mkdir(parents=True, exist_ok=True)
