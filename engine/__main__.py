@@ -36,9 +36,14 @@ def main() -> None:
     engine = Engine(send)
     channel = Channel(sys.stdin.buffer, output, receive, lambda: os._exit(0))
     channel.start()
-    engine.run()
+    code = 1
+    try:
+        engine.run()
+        code = 0
+    except BaseException:
+        logging.getLogger("engine").exception("the engine ends on an error")
     channel.close()
-    os._exit(0)  # the reading thread still waits on standard input, which an interpreter that winds down aborts on
+    os._exit(code)  # the reading thread still waits on standard input, which an interpreter that winds down aborts on
 
 
 if __name__ == "__main__":

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from engine.protocol import RejectCode, Submit
 
 MAX_SAMPLES = 128
+# What keeps the scores of any model finite; beyond it a draw would be arbitrary.
+SAMPLING = {
+    "temperature": (0.0, 100.0),
+    "top_k": (0, 2**31 - 1),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,10 @@ class Limits:
             return f"n is {submit.n}; it must be 1 to {MAX_SAMPLES}"
         if not 0 <= submit.shared_len <= len(submit.token_ids):
             return f"shared_len is {submit.shared_len}; it must be 0 to the prompt's {len(submit.token_ids)} tokens"
+        for name, (least, most) in SAMPLING.items():
+            value = getattr(submit.sampling, name)
+            if not least <= value <= most:
+                return f"{name} is {value}; it must be {least:g} to {most:g}"
         outside = next((token for token in submit.token_ids if not 0 <= token < self.vocab_size), None)
         if outside is not None:
             return f"token id {outside} is outside the vocabulary of {self.vocab_size}"

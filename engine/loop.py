@@ -69,9 +69,9 @@ class Engine:
         except ModelLoadError as error:
             self._send([LoadFailed(message=str(error))])
             return
-        except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        except Exception as error:
             log.exception("loading failed")
-            self._send([LoadFailed(message=f"loading {command.config.model} failed: {error}")])
+            self._send([LoadFailed(message=f"loading {command.config.model} failed: {type(error).__name__}: {error}")])
             return
         while not self._stopping:
             self._drain()
@@ -89,15 +89,7 @@ class Engine:
         shape = selfcheck.probe(loaded)
         context = loading.context_length(loaded)
         block_bytes = shape.bytes_per_token(loaded.dtype) * config.block_size
-        pool = KVPool(
-            layers=shape.layers,
-            blocks=_pool_blocks(config, context, block_bytes),
-            block_size=config.block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
+        pool = _make_pool(loaded, shape, _pool_blocks(config, context, block_bytes), config.block_size)
         self._progress("checking attention")
         selfcheck.check(loaded, pool)
         fingerprint = loading.fingerprint(loaded, config.block_size)
@@ -225,6 +217,25 @@ class Engine:
             forwarded_tokens=self._runner.forwarded_tokens,
             **self._scheduler.snapshot_fields(),
         )
+
+
+def _make_pool(loaded: loading.LoadedModel, shape: selfcheck.KVShape, blocks: int, block_size: int) -> KVPool:
+    """The pool. Raises `ModelLoadError` when there is not that much memory."""
+    try:
+        return KVPool(
+            layers=shape.layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+    except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+        size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
+        raise ModelLoadError(
+            f"{loaded.device} has no {size} bytes for the KV pool: choose a smaller device_kv"
+        ) from error
 
 
 def _pool_blocks(config: EngineConfig, context: int, block_bytes: int) -> int:

@@ -28,9 +28,10 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=typ
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen from the logits. The defaults are greedy and change nothing.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `repetition_penalty` follows transformers
-    (prompt and reply), `presence_penalty` and `frequency_penalty` follow OpenAI (reply only). With a `seed`, sample
-    `i` of a request draws the same numbers at the same position whatever else runs; None takes a fresh seed.
+    `temperature` 0 (or less than 0.0001) is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off. `repetition_penalty`
+    follows transformers (prompt and reply), `presence_penalty` and `frequency_penalty` follow OpenAI (reply only). With
+    a `seed`, sample `i` of a request draws the same numbers at the same position whatever else runs; None takes a
+    fresh seed.
     """
 
     temperature: float = 0.0

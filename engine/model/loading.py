@@ -88,8 +88,8 @@ def load(prepared: PreparedModel, device: str, dtype: str) -> LoadedModel:
             trust_remote_code=False,
         )
         module = module.to(target).eval()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelLoadError(f"cannot load {prepared.name}: {_first_line(error)}") from error
+    except Exception as error:  # libraries raise types of their own for a damaged or foreign file
+        raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {_first_line(error)}") from error
     if getattr(module.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{prepared.name} is an encoder-decoder model; Keepwarm serves decoder-only models")
     return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind)
@@ -132,8 +132,8 @@ def _prepare_gguf(file: Path, cache_dir: Path, progress: Progress) -> PreparedMo
             _convert(file, partial)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-            raise ModelLoadError(f"cannot convert {file.name}: {_first_line(error)}") from error
+        except Exception as error:  # as above
+            raise ModelLoadError(f"cannot convert {file}: {_first_line(error)}") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return PreparedModel(name=file.stem, path=target, digest=digest)
@@ -158,9 +158,12 @@ def _prepare_directory(path: Path, name: str, cache_dir: Path, progress: Progres
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise ModelLoadError(f"no .safetensors file in {path}: other weight formats are not read")
+    for needed in ("config.json", "tokenizer.json"):
+        if not (path / needed).is_file():
+            raise ModelLoadError(f"no {needed} in {path}: a model's folder holds it beside the weights")
     try:
         AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # as above
         raise ModelLoadError(f"cannot read the configuration in {path}: {_first_line(error)}") from error
     return PreparedModel(name=name, path=path, digest=_digest(weights, cache_dir, progress))
 

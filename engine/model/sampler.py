@@ -25,6 +25,8 @@ from engine.batch import Draw
 from engine.errors import StepError
 from engine.protocol import Sampling
 
+COLDEST = 1e-4  # a temperature below it is greedy: dividing by it would overflow
+
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """One token id per row of `logits` [rows, vocabulary]; row i belongs to `draws[i]`.
@@ -42,7 +44,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 def _is_plain_greedy(sampling: Sampling) -> bool:
     return (
-        sampling.temperature == 0
+        sampling.temperature < COLDEST
         and sampling.repetition_penalty == 1
         and sampling.presence_penalty == 0
         and sampling.frequency_penalty == 0
@@ -52,7 +54,7 @@ def _is_plain_greedy(sampling: Sampling) -> bool:
 def _sample_row(logits: torch.Tensor, draw: Draw) -> int:
     sampling = draw.sampling
     scores = _penalise(logits.float()[None], draw)
-    if sampling.temperature == 0:
+    if sampling.temperature < COLDEST:
         return int(scores.argmax())
     scores = _warpers(sampling)(None, scores)
     cumulated = scores.softmax(dim=-1).double().cumsum(dim=-1)[0]

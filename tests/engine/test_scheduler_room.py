@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.protocol import Progress
+from engine.protocol import Progress, Sampling
 from engine.scheduler import Scheduler
 from tests.engine.fake_model import expected_reply
 from tests.engine.rig import RANDOM, shape
@@ -161,6 +161,14 @@ def test_the_context_ends_a_reply_and_says_so(make_rig):
         ([1, -1], {}, "invalid", "token id -1"),
         ([1], {"shared_len": 2}, "invalid", "shared_len is 2; it must be 0 to the prompt's 1"),
         ([1], {"shared_len": -1}, "invalid", "shared_len is -1"),
+        ([1], {"sampling": Sampling(temperature=-1.0)}, "invalid", "temperature is -1.0; it must be 0 to 100"),
+        ([1], {"sampling": Sampling(top_p=float("nan"))}, "invalid", "top_p is nan; it must be 0 to 1"),
+        (
+            [1],
+            {"sampling": Sampling(repetition_penalty=1e-30)},
+            "invalid",
+            "repetition_penalty is 1e-30; it must be 0.01",
+        ),
         ([1] * 40, {}, "too_long", "the prompt has 40 tokens; the model's context holds 40"),
         ([1] * 33, {}, "never_fits", "has 33 tokens and needs 9 blocks; the pool holds 8 (32 tokens)"),
     ],

@@ -66,6 +66,19 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     assert all(0 <= uniform(2**64 - 1, position) < 1 for position in range(100))
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-45, 1e-300])
+def test_a_temperature_too_small_to_divide_by_is_greedy(temperature: float) -> None:
+    assert frequencies(20, temperature=temperature, top_p=0.9) == [0, 1, 0, 0, 0]
+
+
+def test_the_most_extreme_values_let_through_still_draw_what_is_there() -> None:
+    for kw in ({"top_p": 0.0}, {"min_p": 1.0}, {"repetition_penalty": 0.01}, {"temperature": 100.0}):
+        drawn = sample(LOGITS, [draw(prompt=[0, 1], reply=[1], **{"temperature": 1e-4, **kw})])
+        assert drawn[0] in range(5)
+    assert sample(LOGITS, [draw(prompt=[1, 3], temperature=1e-4, repetition_penalty=0.01)]) == [1]
+    assert sample(LOGITS, [draw(prompt=[3], temperature=1e-4, repetition_penalty=100.0)]) == [1]
+
+
 def test_an_impossible_token_is_never_drawn() -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
     drawn = sample(logits.expand(500, -1), [draw(position=i, temperature=1.0) for i in range(500)])

@@ -1,0 +1,130 @@
+"""Loading: a model is prepared once, and whatever is wrong with one is a sentence that names the file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
+from engine.loop import Engine
+from engine.model import loading, selfcheck
+from engine.protocol import Event, LoadFailed, Loading, Shutdown, Start
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+def start(model: Path, cache: Path, **kwargs) -> list[Event]:
+    """What an engine says of a model, without its progress."""
+    events: list[Event] = []
+    engine = Engine(events.extend)
+    engine.inbox.put(
+        Start(config=EngineConfig(model=str(model), cache_dir=str(cache), device="cpu", dtype="float32", **kwargs))
+    )
+    engine.inbox.put(Shutdown())
+    engine.run()
+    return [event for event in events if not isinstance(event, Loading)]
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def why(model: Path, cache: Path, **kwargs) -> str:
+    (event,) = start(model, cache, **kwargs)
+    assert isinstance(event, LoadFailed)
+    assert "\n" not in event.message
+    return event.message
+
+
+def test_a_truncated_weights_file_is_named(model: Path, tmp_path: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert str(model) in why(model, tmp_path)
+
+
+def test_a_truncated_gguf_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cut.gguf"
+    with loading._embedded_file().open("rb") as whole:
+        file.write_bytes(whole.read(100_000))
+    assert str(file) in why(file, tmp_path / "cache")
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["digests.json"]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(model: Path, tmp_path: Path, missing: str) -> None:
+    (model / missing).unlink()
+    message = why(model, tmp_path)
+    assert str(model) in message
+    assert Path(missing).suffix in message
+
+
+def test_a_pickle_is_never_read(model: Path, tmp_path: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    assert "other weight formats are not read" in why(model, tmp_path)
+
+
+def test_names_that_are_nothing_are_said_to_be(tmp_path: Path) -> None:
+    for name, words in (
+        ("no-such-model", "no model 'no-such-model'"),
+        ("/nowhere/at/all", "no model '/nowhere/at/all'"),
+        (str(tmp_path / "no.gguf"), "no GGUF file at"),
+    ):
+        with pytest.raises(ModelLoadError, match=words):
+            loading.prepare(name, tmp_path, quiet)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"device_kv": 1000}, "device_kv of 1000 bytes holds 0 blocks; this model needs at least two"),
+        ({"device_kv": 2**60}, "choose a smaller device_kv"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_with_numbers(model: Path, tmp_path: Path, kwargs: dict, words: str) -> None:
+    assert words in why(model, tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("tpu", "float32"), ("cpu", "int4")])
+def test_unknown_devices_and_dtypes_are_named(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
+    prepared = loading.prepare(str(model), tmp_path, quiet)
+    with pytest.raises(ModelLoadError, match=r"tpu|int4"):
+        loading.load(prepared, device, dtype)
+
+
+def test_the_fingerprint_follows_content_dtype_and_layout_but_not_the_name(model: Path, tmp_path: Path) -> None:
+    def of(path: Path, dtype: str = "float32", block_size: int = 32) -> str:
+        loaded = loading.load(loading.prepare(str(path), tmp_path, quiet), "cpu", dtype)
+        return loading.fingerprint(loaded, block_size)
+
+    first = of(model)
+    renamed = model.rename(model.with_name("renamed"))
+    assert of(renamed) == first
+    assert of(renamed, dtype="bfloat16") != first
+    assert of(renamed, block_size=16) != first
+    config = json.loads((renamed / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 5e5
+    (renamed / "config.json").write_text(json.dumps(config))
+    other_positions = of(renamed)
+    assert other_positions != first
+    tensors = load_file(renamed / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    save_file(tensors, renamed / "model.safetensors", metadata={"format": "pt"})
+    assert of(renamed) not in (first, other_positions)
+
+
+def test_the_kv_shape_is_the_models(model: Path, tmp_path: Path) -> None:
+    loaded = loading.load(loading.prepare(str(model), tmp_path, quiet), "cpu", "bfloat16")
+    shape = selfcheck.probe(loaded)
+    assert shape == selfcheck.KVShape(layers=2, kv_heads=2, head_dim=8)
+    assert shape.bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 8 * 2
