@@ -22,8 +22,18 @@ INDEX = "engine/cache/index.py"
 MANAGER = "engine/cache/manager.py"
 SEQUENCE = "engine/sequence.py"
 SCHEDULER = "engine/scheduler.py"
+ATTENTION = "engine/model/attention.py"
+SAMPLER = "engine/model/sampler.py"
+RUNNER = "engine/model/runner.py"
+STREAMING = "chat/streaming.py"
+TEMPLATES = "chat/templates.py"
+GUARD = "chat/guard.py"
 BOOKS = ("tests/engine/cache",)
 STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
+MODEL = ("tests/engine/model",)
+TEXT = ("tests/chat/test_streaming.py",)
+LEDGER = ("tests/chat/test_templates.py",)
+GUARDS = ("tests/chat/test_guard.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
     # --- naming and finding
@@ -130,4 +140,47 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("one seed for all samples", SEQUENCE, 'f"{seed}/{index}"', 'f"{seed}"', STEPS),
     Mutant("count what is recomputed as computed", SEQUENCE, "max(0, min(end, self.seen) - start)", "0", STEPS),
+    # --- the model
+    Mutant("see past the window", ATTENTION, " & (keys > queries - window)", "", MODEL),
+    Mutant("see the future", ATTENTION, "visible = keys <= queries", "visible = keys <= queries + 1", MODEL),
+    Mutant(
+        "write to the slots of the first row",
+        ATTENTION,
+        "writes.append(slots[row.start :])",
+        "writes.append(slots[: len(row.token_ids)])",
+        MODEL,
+    ),
+    Mutant("draw the same number everywhere", SAMPLER, "counter=position", "counter=0", MODEL),
+    Mutant(
+        "count a row as one token",
+        RUNNER,
+        "self.forwarded_tokens += len(ids)",
+        "self.forwarded_tokens += len(batch.rows)",
+        MODEL,
+    ),
+    # --- the ledger and the text
+    Mutant("give out half a character", STREAMING, "if text.endswith(_BROKEN):", "if not text:", TEXT),
+    Mutant(
+        "leak the beginning of a stop string",
+        STREAMING,
+        "keep = max((_overlap(text, stop) for stop in self._stops), default=0)",
+        "keep = 0",
+        TEXT,
+    ),
+    Mutant(
+        "keep ids that were not given out",
+        STREAMING,
+        "return end is not None and end <= length",
+        "return end is not None",
+        TEXT,
+    ),
+    Mutant("close a reply twice", TEMPLATES, "if not closed or not text.startswith(closed):", "if True:", LEDGER),
+    Mutant("let users write control tokens", TEMPLATES, "found[0][:1] + cut + self", "found[0][:1] + self", LEDGER),
+    Mutant(
+        "believe any Origin",
+        GUARD,
+        "_origin_address(origin) != host for",
+        "_origin_address(origin) is None for",
+        GUARDS,
+    ),
 )
