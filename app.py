@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CLOSE_LIMIT = 1.5  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
 BROWSER_SECONDS = 3.0  # that a browser may take to open before a second start ends
 USAGE_ERROR = 2
+ANOTHER_DIR = "choose another with --data-dir"
 
 log = logging.getLogger("keepwarm")
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, subcommand_metavar="")
@@ -118,7 +119,8 @@ def read_saved(data_dir: Path) -> dict[str, str]:
     try:
         return read_saved_settings(data_dir)
     except StorageError as error:
-        raise StartError(str(error)) from error
+        writable = os.access(data_dir, os.W_OK)  # without it, SQLite cannot even read what was written last
+        raise StartError(str(error) if writable else f"cannot write to {data_dir}; {ANOTHER_DIR}") from error
 
 
 # --- one server -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 import platformdirs
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 VERSION = "0.1.0"
@@ -68,6 +68,13 @@ class Settings(BaseSettings):
                 "loopback", "only a loopback address is allowed until there are users with passwords; use 127.0.0.1"
             )
         return host
+
+    @field_validator("port", "device_kv", mode="before")
+    @classmethod
+    def _no_yes_or_no(cls, number: object) -> object:
+        if isinstance(number, bool):  # which Python counts as a number
+            raise PydanticCustomError("number", "not a number")
+        return number
 
     @field_validator("data_dir", "config", mode="before")
     @classmethod
@@ -173,7 +180,8 @@ def _from_file(config: Given | None) -> dict[str, Given]:
     if config is None and not path.is_file():
         return {}
     try:
-        values = TomlConfigSettingsSource(Settings, path).toml_data if path.is_file() else None
+        # "utf-8-sig" takes the mark that some editors put before the first line
+        values = tomllib.loads(path.read_text("utf-8-sig")) if path.is_file() else None
     except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"the settings file {path} is not valid TOML: {error}") from error
     except (OSError, UnicodeDecodeError) as error:

@@ -125,6 +125,20 @@ def test_a_bad_value_in_the_file_names_the_file(file: Path) -> None:
     assert complaint().startswith(f"device_kv = 'lots' (from {file}): not a size")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("port = true", "not a port; give a whole number"), ("device_kv = true", "not a size; write it like 256MiB")],
+)
+def test_a_yes_is_no_number(file: Path, line: str, words: str) -> None:
+    file.write_text(line)
+    assert words in complaint()
+
+
+def test_a_byte_order_mark_is_no_mistake(file: Path) -> None:
+    file.write_bytes("\ufeffport = 8001\n".encode())
+    assert load_settings({}).port == 8001
+
+
 def test_unknown_names_get_the_nearest_known_one(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('data-dir = "x"\n')
     assert complaint() == f"unknown key 'data-dir' in {file}; the nearest known one is 'data_dir'"
