@@ -91,15 +91,15 @@ class _Api:
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        state = self._service.status()
-        if state.phase == "ready":
+        state, problem = self._service.status(), self._service.model_problem()
+        if state.phase == "ready" and not problem:
             return JSONResponse({"status": "ready"})
         body = {
-            "status": state.phase,
+            "status": "failed" if problem else state.phase,
             "stage": state.stage,
             "done": state.done,
             "total": state.total,
-            "message": state.message,
+            "message": problem or state.message,
         }
         return JSONResponse(body, status_code=503, headers={"Retry-After": RETRY_AFTER})
 

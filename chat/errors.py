@@ -69,15 +69,21 @@ class NothingToRetry(ChatError):
 
 
 class PromptTooLong(ChatError):
-    """The conversation with the new message does not fit the model's context. `prompt_tokens` and `limit` in tokens."""
+    """The conversation with the new message does not fit the model's context. `prompt_tokens` and `limit` in tokens.
+
+    `so_far`: what comes before the message fills it already, so that the rest was not counted.
+    """
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit: int) -> None:
+    def __init__(self, prompt_tokens: int, limit: int, *, so_far: bool = False) -> None:
+        over = prompt_tokens - limit + 1
+        room = f"but the model's context holds {limit:,} and a reply needs at least one of them"
         super().__init__(
-            f"The conversation with this message is {prompt_tokens:,} tokens, but the model's context holds {limit:,} "
-            f"and a reply needs at least one of them; shorten the message by {prompt_tokens - limit + 1:,} tokens or "
-            "start a new chat."
+            f"The conversation before this message is at least {prompt_tokens:,} tokens, {room}; start a new chat."
+            if so_far
+            else f"The conversation with this message is {prompt_tokens:,} tokens, {room}; shorten the message by "
+            f"{over:,} {'token' if over == 1 else 'tokens'} or start a new chat."
         )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
@@ -94,6 +100,12 @@ class TemplateError(ChatError):
     """The model's chat template refuses these messages (a role it does not know, two user turns in a row, …)."""
 
     code = "template_error"
+
+
+class UnusableModel(ChatError):
+    """The loaded model cannot chat at all: its tokenizer or chat template is missing, damaged or broken."""
+
+    code = "unusable_model"
 
 
 class InvalidText(ChatError):

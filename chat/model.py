@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chat.errors import ChatError, NotReady, PromptTooLong
+from chat.errors import ChatError, NotReady, PromptTooLong, UnusableModel
 from chat.sampling import recommended
 from chat.templates import ChatTemplate, Entry
 from chat.views import TurnOptions
@@ -19,7 +19,7 @@ from engine.protocol import Capabilities, Sampling, Submit
 from storage.records import MessageRecord
 
 DEFAULT_MAX_TOKENS = 1024  # of a reply whose length nobody chose; the context may leave less
-INLINE_CHARACTERS = 20_000  # longer chats are rendered and encoded beside the event loop
+INLINE_CHARACTERS, INLINE_MESSAGES = 20_000, 64  # larger chats are rendered and encoded beside the event loop
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,19 @@ class LoadedModel:
         return Entry(message.role, message.text, ids)
 
     async def compose(self, entries: Sequence[Entry]) -> Composed:
-        """Segments and prompt of these messages. Raises TemplateError, PromptTooLong."""
+        """Segments and prompt of these messages. Raises TemplateError, PromptTooLong, InvalidText."""
+
+        limit = self.capabilities.context_length
 
         def work() -> Composed:
-            segments = self.template.fill(entries)
+            segments = self.template.fill(entries, limit)
             prompt = self.template.prompt(entries, segments)
             return Composed(tuple(entries), tuple(segments), prompt, self.template.shared_length(entries, segments))
 
-        large = sum(len(entry.text) for entry in entries) > INLINE_CHARACTERS
+        large = len(entries) > INLINE_MESSAGES or sum(len(entry.text) for entry in entries) > INLINE_CHARACTERS
         composed = await asyncio.to_thread(work) if large else work()
-        if len(composed.prompt) >= self.capabilities.context_length:
-            raise PromptTooLong(len(composed.prompt), self.capabilities.context_length)
+        if len(composed.prompt) >= limit:
+            raise PromptTooLong(len(composed.prompt), limit)
         return composed
 
     def submit(
@@ -90,16 +92,26 @@ class Models:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._loaded: LoadedModel | None = None
+        self._problem = ""
+
+    @property
+    def problem(self) -> str:
+        """Why the model that the engine serves cannot chat, for people; "" when it can, or when there is none."""
+        return self._problem if self._engine.state.phase == "ready" else ""
 
     async def get(self) -> LoadedModel:
-        """The loaded model. Raises NotReady while there is none, TemplateError when it cannot chat."""
+        """The loaded model. Raises NotReady while there is none, UnusableModel when it cannot chat."""
         state = self._engine.state
         if state.phase != "ready" or state.capabilities is None:
             raise NotReady(not_ready_sentence(state.phase, state.stage, state.message))
         capabilities = state.capabilities
         async with self._lock:
             if self._loaded is None or self._loaded.capabilities != capabilities:
-                self._loaded = await asyncio.to_thread(_load, capabilities)
+                try:
+                    self._loaded, self._problem = await asyncio.to_thread(_load, capabilities), ""
+                except UnusableModel as error:
+                    self._problem = error.message
+                    raise
             return self._loaded
 
     async def follow(self) -> None:
@@ -109,7 +121,7 @@ class Models:
                 try:
                     await self.get()
                 except ChatError:
-                    continue  # told to whoever sends a message
+                    continue  # told by `problem`, and to whoever sends a message
 
 
 def not_ready_sentence(phase: str, stage: str, message: str) -> str:

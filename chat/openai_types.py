@@ -28,6 +28,7 @@ STATUS = {
     "internal": 500,
     "engine_error": 500,
     "storage_failed": 500,
+    "unusable_model": 500,
 }  # everything else is the client's: 400
 
 

@@ -65,9 +65,10 @@ async def _events(turn: LiveTurn | None) -> AsyncIterator[bytes]:
 
 
 def _engine(service: ChatService) -> dict[str, Any]:
-    state = service.status()
+    state, problem = service.status(), service.model_problem()
     can = state.capabilities
     return {
-        "phase": state.phase, "stage": state.stage, "done": state.done, "total": state.total,
-        "message": state.message, "model": can.model_name if can else "", "device": can.device if can else "",
+        "phase": "failed" if problem else state.phase, "stage": state.stage, "done": state.done, "total": state.total,
+        "message": problem or state.message,
+        "model": can.model_name if can else "", "device": can.device if can else "",
     }  # fmt: skip

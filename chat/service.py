@@ -76,6 +76,10 @@ class ChatService:
         """Where the engine is."""
         return self._engine.state
 
+    def model_problem(self) -> str:
+        """Why the model, though the engine serves it, cannot chat (no chat template, …); "" when it can."""
+        return self._models.problem
+
     def watch_status(self) -> AsyncIterator[EngineState]:
         """The engine's state now, then each change."""
         return self._engine.watch()
@@ -139,7 +143,8 @@ class ChatService:
     async def send(self, user_id: str, session_id: str, text: str, options: TurnOptions | None = None) -> LiveTurn:
         """Store the message and begin the reply. On an error nothing was stored.
 
-        Raises EmptyMessage, InvalidText, NotReady, SessionNotFound, SessionBusy, PromptTooLong, TemplateError.
+        Raises EmptyMessage, InvalidText, NotReady, SessionNotFound, SessionBusy, PromptTooLong, TemplateError,
+        UnusableModel.
         """
         started = self._timer()
         if not text.strip():
@@ -179,7 +184,7 @@ class ChatService:
     ) -> ApiTurn:
         """Answer a stateless client's whole chat `n` times. `session_hint` is the client's own name for it.
 
-        Raises NotReady, InvalidRequest, InvalidText, PromptTooLong, TemplateError.
+        Raises NotReady, InvalidRequest, InvalidText, PromptTooLong, TemplateError, UnusableModel.
         """
         request = Request(tuple(messages), options or TurnOptions(), self._timer(), n, session_hint)
         return await self._completions.begin(self.user, await self._models.get(), request)

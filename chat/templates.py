@@ -1,16 +1,20 @@
-"""Turn chats into token ids: the model's own chat template and tokenizer, and the rules of the token ledger.
+"""Turn chats into token ids: the model's own chat template, and the rules of the token ledger.
 
-Knows nothing of storage, of the engine or of HTTP, and imports no torch: `tokenizers` encodes, and transformers'
-rendering of Jinja templates is used as it is, so that a first turn is what `apply_chat_template` would make of it.
+Knows nothing of storage, of the engine or of HTTP, and imports no torch: transformers' rendering of Jinja templates is
+used as it is, so that a first turn is what `apply_chat_template` would make of it.
 
 The ledger cuts a chat into one segment per message. Concatenated they are the prompt:
 
     [ system | user 1 … generation prompt | sampled ids of reply 1 | closing, user 2 … generation prompt | sampled …
 
 A reply's segment is what the model sampled, never its text encoded again. What closes a reply (`<|im_end|>\\n`) belongs
-to the user message after it, and only as far as the reply did not sample it. So history is never re-rendered, and a
-prompt always begins with exactly the tokens that the engine has seen. Reasoning that a template would strip from
-earlier replies stays in the prompt for the same reason.
+to the user message after it, and only as far as the reply did not sample it. Of messages in a row that are no replies,
+the last carries the tokens of all, and the others are empty; only a system prompt at the beginning has its own. So
+history is never encoded again, and a prompt always begins with exactly the tokens that the engine has seen. Reasoning
+that a template would strip from earlier replies stays in the prompt for the same reason.
+
+Rendering is one pass over the whole chat, however many messages it has: every reply is put in as a mark, and what the
+template writes between two marks is the text of the segments between those replies.
 """
 
 from __future__ import annotations
@@ -27,10 +31,11 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from chat.errors import TemplateError
+from chat.encoding import TextEncoder, unused_characters
+from chat.errors import PromptTooLong, TemplateError, UnusableModel
 from chat.views import Role
 
-_PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points that no text means anything by
+SHOWN_ROLES = 8  # in an error about the order of messages
 
 
 @dataclass(frozen=True)
@@ -55,23 +60,17 @@ class ChatTemplate:
         self.identity = identity
         self._template = template
         self._special = special
-        added = tokenizer.get_added_tokens_decoder()
-        self._added = {index: token.content for index, token in added.items()}
-        self._control = {index: token.content for index, token in added.items() if token.special}
-        self._swallows = {index for index, token in added.items() if token.rstrip}  # white space that follows it
-        longest_first = sorted(self._control.values(), key=len, reverse=True)
-        self._control_re = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._anchor_id = min(self._control, key=lambda index: (index in self._swallows, index), default=None)
+        self._encoder = TextEncoder(tokenizer)
+        self.stable = self._probe_stability()
         self._closing = self._probe_closing()
         self._generation_ids = self._probe_generation()
         self._preset_ids = self._probe_preset()
-        self.stable = self._probe_stability()
 
     @classmethod
     def load(cls, directory: str | Path) -> ChatTemplate:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of `directory`.
 
-        Raises TemplateError when a file is missing or damaged, or the template is missing or cannot be rendered.
+        Raises UnusableModel when a file is missing or damaged, or the template is missing or cannot be rendered.
         """
         path = Path(directory)
         try:
@@ -81,62 +80,58 @@ class ChatTemplate:
             config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
             template = _read_template(path, config)
         except Exception as error:  # tokenizers raises bare Exceptions
-            raise TemplateError(f"The tokenizer of the model in {path} cannot be read: {error}") from error
+            raise UnusableModel(f"The tokenizer of the model in {path} cannot be read: {error}") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if template is None:
-            raise TemplateError(
+            raise UnusableModel(
                 f"The model {path.name!r} has no chat template: it was not made for chatting; choose an instruct model."
             )
-        return cls(tokenizer, template, _special_tokens(config), hashlib.sha256(raw).hexdigest()[:16])
+        try:
+            return cls(tokenizer, template, _special_tokens(config), hashlib.sha256(raw).hexdigest()[:16])
+        except TemplateError as error:
+            raise UnusableModel(f"The model {path.name!r} cannot chat. {error}") from error
 
-    def fill(self, entries: Sequence[Entry]) -> list[tuple[int, ...]]:
-        """The segment of every entry: its own where it has one, otherwise made now. Raises TemplateError.
+    def fill(self, entries: Sequence[Entry], limit: int | None = None) -> list[tuple[int, ...]]:
+        """The segment of every entry: its own where it has one, otherwise made now.
 
-        Consecutive messages that are no replies are encoded together, so that the tokens are those of the text, and
-        then cut where the template allows a cut; where it does not, the later message carries the earlier one's tokens.
+        Raises TemplateError, and PromptTooLong as soon as what comes before the last messages reaches `limit` tokens.
         """
         segments: list[tuple[int, ...]] = []
-        start = 0
-        while start < len(entries):
-            entry = entries[start]
-            if entry.role == "assistant":
-                ids = self.encode_text(entry.text) if entry.token_ids is None else entry.token_ids
-                segments.append(tuple(ids))
-                start += 1
-                continue
-            end = start
-            while end < len(entries) and entries[end].role != "assistant":
-                end += 1
-            run = entries[start:end]
-            stored = [item.token_ids for item in run]
-            if any(ids is None for ids in stored):
-                segments.extend(self._run_segments(entries[:start], run, segments[-1] if segments else ()))
-            else:
-                segments.extend(ids for ids in stored if ids is not None)
-            start = end
+        cut, texts = "", None
+        used = 0
+        for number, (run, reply) in enumerate(_stretches(entries)):
+            between: list[int] = []
+            made = self._must_make(run, reply)
+            if made:
+                if texts is None:
+                    cut, pieces = self._pieces(entries)
+                    texts = dict(pieces)
+                between = self._encode_piece(texts.get(number), segments[-1] if segments else (), cut, number == 0)
+            if run:
+                segments.extend(self._cut(run, between, cut, number == 0) if made else map(_ids, run))
+            if reply is None:
+                break
+            ids = reply.token_ids
+            segments.append(tuple(self.encode_text(reply.text) if ids is None else ids))
+            if made and not run:  # nobody else carries what the template writes before this reply
+                segments[-1] = (*between, *segments[-1])
+            used += sum(map(len, segments[-len(run) - 1 :]))
+            if limit is not None and used >= limit and self.stable:
+                raise PromptTooLong(used, limit, so_far=True)
         return segments
 
     def prompt(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> list[int]:
         """The token ids to send: the segments in a row, or the whole rendered anew where the template is not stable."""
         if self.stable:
             return [token for segment in segments for token in segment]
-        sentinels = self._unused_characters(entries, len(entries) + 1)
-        cut, marks = sentinels[0], sentinels[1:]
-        messages = [
-            {"role": entry.role, "content": mark if entry.role == "assistant" else self._defuse(entry.text, cut)}
-            for entry, mark in zip(entries, marks, strict=True)
-        ]
-        text = self._render(messages, generation=True)
+        replies = [segment for entry, segment in zip(entries, segments, strict=True) if entry.role == "assistant"]
+        cut, pieces = self._pieces(entries)
         ids: list[int] = []
-        before: tuple[int, ...] = ()
-        pieces = re.split(f"([{marks[0]}-{marks[-1]}])", text)
-        for number, piece in enumerate(pieces):
-            if number % 2:
-                before = segments[marks.index(piece)]
-                ids.extend(before)
-            else:
-                ids.extend(self._encode_template_text(self._without_closed(piece, before), cut, start=number == 0))
+        for number, text in pieces:
+            before = replies[number - 1] if number else ()
+            ids.extend(before)
+            ids.extend(self._encode_piece(text, before, cut, number == 0))
         return ids
 
     def shared_length(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> int:
@@ -148,98 +143,79 @@ class ChatTemplate:
 
     def closes(self, token_id: int) -> bool:
         """Whether `token_id` is what the template itself writes after a reply, so that it may end a stored reply."""
-        return self._closing.startswith(self._added.get(token_id, "\0"))
+        return self._closing.startswith(self._encoder.added.get(token_id, "\0"))
 
     def ends_prompt(self, token_ids: Sequence[int]) -> bool:
         """Whether this segment ends in the generation prompt, so that a reply can follow it."""
-        length = len(self._generation_ids)
-        return len(token_ids) >= length and tuple(token_ids[len(token_ids) - length :]) == self._generation_ids
+        start = len(token_ids) - len(self._generation_ids)
+        return bool(token_ids) and start >= 0 and tuple(token_ids[start:]) == self._generation_ids
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of text in the middle of a chat; the texts of control tokens in it stay plain text."""
-        cut = next(self._unused(text))
-        return self._encode_template_text(self._defuse(text, cut), cut, start=False)
+        return self._encoder.encode_text(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, without control tokens; U+FFFD where bytes make no character."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return self._encoder.decode(token_ids)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _run_segments(
-        self, history: Sequence[Entry], run: Sequence[Entry], before: tuple[int, ...]
-    ) -> list[tuple[int, ...]]:
-        """Segments of `run`, which follows `history` (empty, or ending in a reply whose segment is `before`)."""
-        cut, mark = self._unused_characters([*history, *run], 2)
-        messages = [{"role": entry.role, "content": self._defuse(entry.text, cut)} for entry in (*history, *run)]
-        if history:
-            messages[len(history) - 1]["content"] = mark
+    def _must_make(self, run: Sequence[Entry], reply: Entry | None) -> bool:
+        """Whether the text of this stretch is needed: a segment is missing, or a reply is to come and none ends so."""
+        if not run:
+            return self.stable and reply is not None and reply.token_ids is None
+        missing = any(entry.token_ids is None for entry in run)
+        return missing or (reply is None and not self.ends_prompt(_ids(run[-1])))
 
-        def encode(count: int, generation: bool) -> list[int]:
-            text = self._render(messages[: len(history) + count], generation=generation)
-            if history:
-                _, found, text = text.rpartition(mark)
-                if not found:
-                    raise TemplateError("The model's chat template drops earlier replies, so this chat cannot go on.")
-                text = self._without_closed(text, before)
-            return self._encode_template_text(text, cut, start=not history)
+    def _pieces(self, entries: Sequence[Entry]) -> tuple[str, list[tuple[int, str]]]:
+        """The whole chat rendered once: what comes before all replies (0), and what follows reply 1, 2, … in its order.
 
-        whole = encode(len(run), True)
-        segments: list[tuple[int, ...]] = []
-        done = 0
-        for count in range(1, len(run)):
-            try:
-                part = encode(count, False)
-            except TemplateError:  # the template wants more messages; the next one carries this one's tokens
-                part = []
-            end = len(part) if done < len(part) < len(whole) and whole[: len(part)] == part else done
-            segments.append(tuple(whole[done:end]))
-            done = end
-        return [*segments, tuple(whole[done:])]
+        Before them the character that cuts what users typed; see `TextEncoder.encode`.
+        """
+        cut, mark = unused_characters((entry.text for entry in entries), 2)
+        messages, replies = [], 0
+        for entry in entries:
+            if entry.role == "assistant":
+                replies += 1
+                content = f"{mark}{replies}{mark}"
+            else:
+                content = self._encoder.defuse(entry.text, cut)
+            messages.append({"role": entry.role, "content": content})
+        first, *rest = re.split(f"{mark}([0-9]+){mark}", self._render(messages, generation=True))
+        return cut, [(0, first), *((int(number), text) for number, text in zip(rest[::2], rest[1::2], strict=True))]
+
+    def _encode_piece(self, text: str | None, before: tuple[int, ...], cut: str, start: bool) -> list[int]:
+        """The ids of what the template writes after the reply whose segment is `before`; None: it drops that reply."""
+        if text is None:
+            if self.stable:
+                raise TemplateError("The model's chat template drops earlier replies, so this chat cannot go on.")
+            return []  # the prompt is rendered anew anyway
+        return self._encoder.encode(self._without_closed(text, before), cut, start=start)
+
+    def _cut(self, run: Sequence[Entry], ids: Sequence[int], cut: str, start: bool) -> list[tuple[int, ...]]:
+        """Segments of `run`, which together are `ids`."""
+        done = self._system_length(run[0], ids, cut) if start and len(run) > 1 and run[0].role == "system" else 0
+        rest = [*((),) * (len(run) - 1), tuple(ids[done:])]
+        return [tuple(ids[:done]), *rest[1:]] if done else rest
+
+    def _system_length(self, system: Entry, ids: Sequence[int], cut: str) -> int:
+        """How many first tokens of a chat are those of its system prompt alone; 0 where the template mixes it in."""
+        try:
+            text = self._render(
+                [{"role": "system", "content": self._encoder.defuse(system.text, cut)}], generation=False
+            )
+        except TemplateError:  # it wants more messages
+            return 0
+        alone = self._encoder.encode(text, cut, start=True)
+        return len(alone) if len(alone) < len(ids) and list(ids[: len(alone)]) == alone else 0
 
     def _without_closed(self, text: str, before: Sequence[int]) -> str:
         """`text` without the control token at its beginning if the reply `before` it ended in that very token."""
-        closed = self._added.get(before[-1]) if before else None
+        closed = self._encoder.added.get(before[-1]) if before else None
         if not closed or not text.startswith(closed):
             return text
         rest = text.removeprefix(closed)
-        return rest.lstrip() if before[-1] in self._swallows else rest
-
-    def _encode_template_text(self, text: str, cut: str, *, start: bool) -> list[int]:
-        """Encode rendered text: control tokens count, except those that `_defuse` cut in two.
-
-        In the middle of a chat the text is encoded behind a control token, because some tokenizers put a space before
-        the first word of whatever they are given.
-        """
-        ids: list[int] = []
-        for piece in text.split(cut):
-            if piece:
-                ids.extend(self._encode(piece) if start else self._encode_behind_control(piece))
-                start = False
-        return ids
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def _encode_behind_control(self, text: str) -> list[int]:
-        anchor = self._anchor_id
-        if anchor is None or (anchor in self._swallows and text[0].isspace()):
-            return self._encode(text)
-        ids = self._encode(self._control[anchor] + text)
-        return ids[1:] if ids[0] == anchor else self._encode(text)
-
-    def _defuse(self, text: str, cut: str) -> str:
-        """`text` with `cut` inside every text that would become a control token."""
-        return self._control_re.sub(lambda found: found[0][:1] + cut + self._defuse(found[0][1:], cut), text)
-
-    def _unused(self, *texts: str) -> Iterator[str]:
-        """Private-use characters that none of `texts` contains."""
-        used = {character for text in texts for character in text if ord(character) >= _PRIVATE_USE.start}
-        return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-
-    def _unused_characters(self, entries: Sequence[Entry], count: int) -> list[str]:
-        unused = self._unused(*(entry.text for entry in entries))
-        return [next(unused) for _ in range(count)]
+        return rest.lstrip() if before[-1] in self._encoder.swallows else rest
 
     def _render(self, messages: Sequence[dict[str, str]], *, generation: bool) -> str:
         """What the model's template makes of `messages`. Raises TemplateError with the template's own words."""
@@ -251,27 +227,30 @@ class ChatTemplate:
                 **self._special,
             )
         except Exception as error:  # a template is a program that came with the model: it may raise anything
-            roles = ", ".join(message["role"] for message in messages)
+            roles = ", ".join(message["role"] for message in messages[:SHOWN_ROLES])
+            more = f", … {len(messages):,} in all" if len(messages) > SHOWN_ROLES else ""
             raise TemplateError(
-                f"The model's chat template refuses messages in this order ({roles}): {error}"
+                f"The model's chat template refuses messages in this order ({roles}{more}): {error}"
             ) from None
         return str(rendered[0])
 
     def _probe_closing(self) -> str:
         """What the template writes after a reply."""
-        mark = chr(_PRIVATE_USE[-1])
+        mark = chr(0x10FFFD)
         messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": mark}]
         return self._render(messages, generation=False).rpartition(mark)[2]
 
     def _probe_generation(self) -> tuple[int, ...]:
         """The ids of the generation prompt; empty when the template has none, or none of its own tokens."""
         user = {"role": "user", "content": "one"}
-        bare, whole = (self._encode(self._render([user], generation=generation)) for generation in (False, True))
+        bare, whole = (
+            self._encoder.encode_bare(self._render([user], generation=generation)) for generation in (False, True)
+        )
         return tuple(whole[len(bare) :]) if whole[: len(bare)] == bare else ()
 
     def _probe_preset(self) -> tuple[int, ...]:
         """The ids that come before anything a user types, when no system prompt is set."""
-        prompts = [self._run_segments([], [Entry("user", text)], ())[0] for text in ("one", "2", "Three")]
+        prompts = [self.fill([Entry("user", text)])[0] for text in ("one", "2", "Three")]
         columns = zip(*prompts, strict=False)
         return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
 
@@ -286,6 +265,20 @@ class ChatTemplate:
         ]
         one, two, three = (self._render(messages[:count], generation=True) for count in (1, 3, 5))
         return two.startswith(one + first) and three.startswith(two + second)
+
+
+def _stretches(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[Entry], Entry | None]]:
+    """Each reply with the messages between the one before and it; last, with None, the messages after all replies."""
+    start = 0
+    for index, entry in enumerate(entries):
+        if entry.role == "assistant":
+            yield entries[start:index], entry
+            start = index + 1
+    yield entries[start:], None
+
+
+def _ids(entry: Entry) -> tuple[int, ...]:
+    return entry.token_ids or ()
 
 
 def _read_template(path: Path, config: dict[str, Any]) -> str | None:

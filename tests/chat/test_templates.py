@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from chat.errors import TemplateError
+from chat.errors import InvalidText, PromptTooLong, TemplateError, UnusableModel
 from chat.templates import ChatTemplate, Entry
 
 END = 2  # <|im_end|>
@@ -158,6 +158,99 @@ def test_two_user_messages_in_a_row_render_as_the_template_has_it(template, tran
     assert not template.ends_prompt(segments[0])
 
 
+@pytest.fixture
+def rendered(template, monkeypatch) -> list[int]:
+    """The number of messages of each rendering, as they happen."""
+    sizes: list[int] = []
+    render = template._render
+
+    def counted(messages, *, generation):
+        sizes.append(len(messages))
+        return render(messages, generation=generation)
+
+    monkeypatch.setattr(template, "_render", counted)
+    return sizes
+
+
+def in_turns(count: int) -> list[tuple[str, str]]:
+    return [(("user", "assistant")[number % 2], f"{number}.") for number in range(count - 1)] + [("user", "last")]
+
+
+def in_a_row(count: int) -> list[tuple[str, str]]:
+    return [("user", f"{number}.") for number in range(count)]
+
+
+@pytest.mark.parametrize("chat", [in_turns, in_a_row])
+def test_a_long_chat_is_rendered_once(template, transformers_prompt, rendered, chat):
+    messages = chat(601)
+    assert prompt(template, *(Entry(*message) for message in messages)) == transformers_prompt(messages)
+    assert rendered == [601]
+
+
+def test_a_system_prompt_costs_one_more_rendering_of_itself(template, rendered):
+    template.fill([Entry("system", "s"), *(Entry(*message) for message in in_turns(41))])
+    assert rendered == [42, 1]
+
+
+def test_what_is_stored_is_not_rendered(template, rendered):
+    asked = template.fill([Entry("user", "one")])[0]
+    rendered.clear()
+    assert template.fill([Entry("user", "one", asked), Entry("assistant", "two", (5, END))]) == [asked, (5, END)]
+    assert template.fill([Entry("user", "one", asked)]) == [asked]
+    assert rendered == []
+
+
+def test_a_chat_that_is_too_long_before_its_last_message_is_refused_at_once(template, rendered):
+    entries = [Entry("user", "one", tuple(range(60))), Entry("assistant", "two", (5,) * 40), Entry("user", "three")]
+    assert len(template.fill(entries, 101)) == 3
+    rendered.clear()
+    with pytest.raises(PromptTooLong, match=r"before this message is at least 100 tokens.* holds 100 .*new chat"):
+        template.fill(entries, 100)
+    assert rendered == []
+
+
+def test_a_message_whose_segment_awaits_no_reply_is_made_again_when_one_is_to_come(template):
+    first, second = template.fill([Entry("user", "one"), Entry("user", "two")])
+    assert first == ()
+    assert template.ends_prompt(second)
+    assert template.fill([Entry("user", "one", first)]) == template.fill([Entry("user", "one")])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [("assistant", "Hello."), ("user", "hi")],
+        [("user", "hi"), ("assistant", "Hello."), ("assistant", "And?"), ("user", "no")],
+        [("system", "s"), ("assistant", "Hello."), ("assistant", "And?"), ("system", "t"), ("user", "no")],
+    ],
+)
+def test_replies_that_answer_no_message_are_opened_as_the_template_has_it(template, transformers_prompt, messages):
+    assert prompt(template, *(Entry(*message) for message in messages)) == transformers_prompt(messages)
+
+
+@settings(deadline=None, max_examples=60)
+@given(chat=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), plain), max_size=7), last=plain)
+def test_any_imported_chat_is_what_transformers_makes_of_it(template, transformers_prompt, chat, last):
+    messages = [*chat, ("user", last)]
+    # what closes a reply and what stands in it are encoded apart, as they would be had the reply been sampled
+    text = template.tokenizer.decode(transformers_prompt(messages), skip_special_tokens=False)
+    ids = prompt(template, *(Entry(*message) for message in messages))
+    assert template.tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert len(template.fill([Entry(*message) for message in messages])) == len(messages)
+
+
+def test_texts_that_use_every_marker_character_are_refused(template):
+    with pytest.raises(InvalidText, match=r"U\+100000"):
+        template.fill([Entry("user", "".join(map(chr, range(0x100000, 0x10FFFE))))])
+
+
+def test_a_template_that_drops_replies_cannot_continue_them(with_template):
+    dropping = with_template(THINKING.replace("for m in messages", "for m in messages[-6:]"))
+    assert dropping.stable
+    with pytest.raises(TemplateError, match="drops earlier replies"):
+        dropping.fill([Entry(*message) for message in in_turns(9)])
+
+
 def test_an_imported_history_reads_as_its_text(template, transformers_prompt):
     messages = [("user", "one"), ("assistant", "Two."), ("user", "three")]
     assert prompt(template, *(Entry(*message) for message in messages)) == transformers_prompt(messages)
@@ -216,7 +309,7 @@ def test_messages_that_a_template_merges_share_one_segment(with_template):
 
 def test_a_model_without_a_template_is_refused(embedded_model, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((embedded_model / "tokenizer.json").read_bytes())
-    with pytest.raises(TemplateError, match="has no chat template"):
+    with pytest.raises(UnusableModel, match="has no chat template"):
         ChatTemplate.load(tmp_path)
 
 
@@ -225,13 +318,13 @@ def test_damaged_files_are_named(embedded_model, tmp_path, name):
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / file).write_bytes((embedded_model / file).read_bytes())
     (tmp_path / name).write_text("{")
-    with pytest.raises(TemplateError, match="cannot be read"):
+    with pytest.raises(UnusableModel, match="cannot be read"):
         ChatTemplate.load(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{% for", "{{ messages[0].content + 1 }}", "{{ 1 / 0 }}"])
 def test_a_broken_template_is_an_error_for_people(with_template, text):
-    with pytest.raises(TemplateError, match="chat template refuses"):
+    with pytest.raises(UnusableModel, match="chat template refuses"):
         with_template(text)
 
 

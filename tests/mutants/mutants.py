@@ -27,6 +27,7 @@ SAMPLER = "engine/model/sampler.py"
 RUNNER = "engine/model/runner.py"
 STREAMING = "chat/streaming.py"
 TEMPLATES = "chat/templates.py"
+ENCODING = "chat/encoding.py"
 GUARD = "chat/guard.py"
 BOOKS = ("tests/engine/cache",)
 STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
@@ -175,7 +176,7 @@ MUTANTS: tuple[Mutant, ...] = (
         TEXT,
     ),
     Mutant("close a reply twice", TEMPLATES, "if not closed or not text.startswith(closed):", "if True:", LEDGER),
-    Mutant("let users write control tokens", TEMPLATES, "found[0][:1] + cut + self", "found[0][:1] + self", LEDGER),
+    Mutant("let users write control tokens", ENCODING, "found[0][:1] + cut + self", "found[0][:1] + self", LEDGER),
     Mutant(
         "believe any Origin",
         GUARD,
