@@ -24,6 +24,7 @@ from engine.protocol import Sampling
 NEW = "new-"  # the browser's names for chats that have no message yet, and so are not stored
 NOWHERE = NEW + "0"  # the new chat that stands in for one that does not exist
 OWN_SAMPLING, MY_SAMPLING = "Model's own", "Set here"
+MOST, NUMERALS = 2**63 - 1, 19  # the greatest number in the settings, and how many digits it has
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ class ChatPage:
 def turn_options(mode: str, temperature: float, top_p: float, seed: str, max_tokens: str) -> TurnOptions:
     """The settings area's values as the service takes them; an empty number means "the default".
 
-    Raises InvalidRequest for what is no whole number.
+    Raises InvalidRequest for what is no whole number, or one out of its range.
     """
     sampling = None
     if mode == MY_SAMPLING:
@@ -253,10 +254,15 @@ def turn_options(mode: str, temperature: float, top_p: float, seed: str, max_tok
 
 
 def _whole(label: str, text: str, least: int) -> int | None:
-    """The number in `text`; None when it is empty."""
-    text = text.strip().replace(",", "")
-    if not text:
+    """The number in `text`, from `least` to `MOST`; None when it is empty."""
+    digits = text.strip().replace(",", "")
+    if not digits:
         return None
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise InvalidRequest(f"{label} in the settings is “{text}”; it takes a whole number from {least} up, or none.")
-    return int(text)
+    plain = digits.isascii() and digits.isdigit()
+    number = int(digits[-NUMERALS:]) if plain and not digits[:-NUMERALS].strip("0") else -1
+    if not least <= number <= MOST:
+        shown = text.strip() if len(text.strip()) <= 2 * NUMERALS else f"{text.strip()[: 2 * NUMERALS]}…"
+        raise InvalidRequest(
+            f"{label} in the settings is “{shown}”; it takes a whole number from {least} to {MOST}, or none."
+        )
+    return number
