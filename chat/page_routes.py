@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Query
-from starlette.responses import StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from chat.errors import SessionNotFound
 from chat.page_html import live_reply
@@ -25,7 +25,7 @@ TICK_S = 0.07  # between two updates of a growing reply; the first text and the 
 
 
 def page_router(service: ChatService) -> APIRouter:
-    """GET /page/state and GET /page/turn."""
+    """GET /page/state and GET /page/turn; and Gradio's queue, which is not there."""
     router = APIRouter(include_in_schema=False)
     server = uuid4().hex
 
@@ -52,6 +52,12 @@ def page_router(service: ChatService) -> APIRouter:
         except SessionNotFound:
             live = None
         return StreamingResponse(_events(live), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+    @router.api_route("/gradio_api/queue/{rest:path}", methods=["GET", "POST"])
+    @router.api_route("/gradio_api/call/{rest:path}", methods=["GET", "POST"])
+    async def queue() -> Response:
+        """The page does not use it, and Gradio fails with a traceback where a tab asks for what a restart forgot."""
+        return PlainTextResponse("Keepwarm does not use Gradio's queue.\n", status_code=404)
 
     return router
 

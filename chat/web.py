@@ -67,7 +67,10 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
 
 
 class PageHeaders:
-    """Adds the content policy and its companions to every HTTP response; plain ASGI, so that streams stay streams."""
+    """Adds the content policy and its companions to every HTTP response; plain ASGI, so that streams stay streams.
+
+    Takes away what would let a page of another origin read the answer: Gradio invites every port of this machine.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,6 +82,8 @@ class PageHeaders:
                 headers["Content-Security-Policy"] = CONTENT_POLICY
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
+                for name in {name for name in headers if name.startswith("access-control-")}:
+                    del headers[name]
             await send(message)
 
         await self._app(scope, receive, with_headers if scope["type"] == "http" else send)
