@@ -48,7 +48,10 @@ class Ended:
 
 
 class Reply:
-    """One of a generation's replies. `finish_reason` None: not over, or ended by an error."""
+    """One of a generation's replies. `finish_reason` None: not over, or ended by an error.
+
+    `detail` is a sentence where the reason alone would puzzle a person (the pool or the context is full), else "".
+    """
 
     def __init__(self, codec: Codec, stops: Iterable[str], stop_ids: Iterable[int]) -> None:
         self.content = ReplyText(codec, stops, stop_ids)
@@ -177,8 +180,10 @@ class Generation:
 
     def _finish(self, event: Finished) -> str:
         reply = self.replies[event.index]
-        reply.usage, reply.detail, reply.over = event.usage, event.detail, True
-        reply.finish_reason = reply.finish_reason or event.reason
+        reply.usage, reply.over = event.usage, True
+        if reply.finish_reason is None:  # else a stop string ended it first
+            reply.finish_reason = event.reason
+            reply.detail = f"The reply ended early: {event.detail}." if event.detail else ""
         piece = reply.content.finish()
         if piece and reply.first_text_at is None:
             reply.first_text_at = self._timer()

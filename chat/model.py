@@ -18,7 +18,7 @@ from engine.client import EngineClient, new_request_id
 from engine.protocol import Capabilities, Sampling, Submit
 from storage.records import MessageRecord
 
-DEFAULT_MAX_TOKENS = 1024  # of a reply whose length nobody chose; the context may leave less
+DEFAULT_MAX_TOKENS = 1024  # of a reply whose length nobody chose
 INLINE_CHARACTERS, INLINE_MESSAGES = 20_000, 64  # larger chats are rendered and encoded beside the event loop
 
 
@@ -69,14 +69,13 @@ class LoadedModel:
     ) -> Submit:
         """The request for a chat, with the `usual` sampling where none was chosen.
 
-        The reply may be as long as asked for, but never longer than the context leaves.
+        The reply may be as long as asked for; where the context leaves less, the engine ends it and says so.
         """
-        left = self.capabilities.context_length - len(composed.prompt)
         return Submit(
             request_id=new_request_id(),
             session_id=session_id,
             token_ids=composed.prompt,
-            max_tokens=min(left, options.max_tokens or DEFAULT_MAX_TOKENS),
+            max_tokens=min(options.max_tokens or DEFAULT_MAX_TOKENS, self.capabilities.context_length),
             sampling=options.sampling or usual,
             stop_ids=list(self.capabilities.eos_ids),
             n=n,

@@ -8,6 +8,8 @@ in the last chunk when streamed:
     matched_messages    how many of the request's messages were found in storage, so that their exact ids were used
     ttft_s, tpot_s      seconds to the first text, and per output token after the first
     total_s             seconds of the whole turn
+    finish_details      for each choice, a sentence about why it ended where its finish_reason does not tell enough (it
+                        reached the end of the context, or memory was full), else null
     ignored_parameters  parameters of the request that this server does not know
 
 With several choices (`n`), tokens of the prompt are those of the first, output tokens are summed.
@@ -113,6 +115,7 @@ class Answer:
             "ttft_s": first.ttft_s if first else None,
             "tpot_s": first.tpot_s if first else None,
             "total_s": self.turn.total_s(),
+            "finish_details": [reply.detail or None for reply in self.turn.replies],
             "ignored_parameters": self.chat.ignored,
         }
 

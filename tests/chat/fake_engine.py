@@ -17,7 +17,10 @@ Script = Callable[[Submit, int], list[int]]
 
 
 class FakeEngine:
-    """Each token waits for `gate`, which closes after `tokens_until_pause`; `tokens_until_death` ends in a crash."""
+    """Each token waits for `gate`, which closes after `tokens_until_pause`; `tokens_until_death` ends in a crash.
+
+    `detail` is what it says of every reply that ends at its length.
+    """
 
     def __init__(self, model_path: Path, script: Script, context_length: int = 8192) -> None:
         self.script = script
@@ -48,6 +51,7 @@ class FakeEngine:
         self.tokens_until_death: int | None = None
         self.tokens_until_pause: int | None = None
         self.reject: Rejected | None = None
+        self.detail = ""
         self._changed = asyncio.Event()
         self._known: list[list[int]] = []
         self._wake: dict[str, asyncio.Event] = {}
@@ -128,7 +132,8 @@ class FakeEngine:
                 first_token_s=0.0,
                 total_s=0.0,
             )
-            yield Finished(request_id=request_id, index=index, reason=reason, usage=usage)
+            detail = self.detail if reason == "length" else ""
+            yield Finished(request_id=request_id, index=index, reason=reason, usage=usage, detail=detail)
             reused = total - 1
 
     async def _gate_or(self, cancel: asyncio.Event) -> None:

@@ -263,6 +263,22 @@ async def test_a_reply_at_its_limit(client):
     assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("length", "Fine")
 
 
+async def test_what_cut_a_reply_is_told_for_each_choice(client, engine, replies, template):
+    engine.detail = "the pool of 8 blocks (256 tokens) is full"
+    sentence = "The reply ended early: the pool of 8 blocks (256 tokens) is full."
+    replies["one#0"] = [*template.encode_text("Yes."), END]
+    replies["one#1"] = template.encode_text("No, and")  # the engine ends it
+    answer = await ask(client, user("one"), n=2)
+    assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
+    assert answer.keepwarm["finish_details"] == [None, sentence]
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        chunks = await stream(client, user("one"), n=2, **options)
+        assert chunks[-1].keepwarm["finish_details"] == [None, sentence]
+    stopped = await ask(client, user("one"), n=2, stop=" and")
+    assert stopped.choices[1].finish_reason == "stop"
+    assert stopped.keepwarm["finish_details"] == [None, None]
+
+
 BAD = [
     ({"temperature": float("nan")}, "temperature"),
     ({"temperature": -1}, "temperature"),

@@ -98,6 +98,20 @@ async def test_a_real_model_answers_and_remembers_over_a_restart(store, embedded
         assert (again.text, again.figures.reused_tokens) == (second.text, 0)
 
 
+async def test_a_full_context_ends_the_reply_and_says_so(store, tiny_model, tmp_path):
+    async with running(store, tiny_model, tmp_path) as (service, _), serving(service) as url:
+        body = {"model": "default", "messages": [{"role": "user", "content": "word " * 970}], "temperature": 0}
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            answer = (await http.post("/v1/chat/completions", json=body)).json()
+        assert answer["usage"]["total_tokens"] == 1024
+        assert answer["choices"][0]["finish_reason"] == "length"
+        sentence = "The reply ended early: the context of 1024 tokens is full."
+        assert answer["keepwarm"]["finish_details"] == [sentence]
+        chat = (await service.create_session(service.user.id)).id
+        done = await ask(service, chat, "word " * 970, sampling=GREEDY)
+        assert (done.status, done.finish_reason, done.error) == ("complete", "length", sentence)
+
+
 async def test_stopping_and_dropping_leave_nothing_leased(store, tiny_model, tmp_path):
     async with running(store, tiny_model, tmp_path) as (service, engine), serving(service) as url:
         chat = (await service.create_session(service.user.id)).id
