@@ -137,3 +137,19 @@ def test_the_keyboard_reaches_everything_and_everything_has_a_name(tab: ChatDriv
         reached.append(tab.evaluate("document.activeElement.closest('[id^=kw-]')?.id || ''"))
     order = [reached.index(name) for name in ("kw-new", "kw-header", "kw-box", "kw-send") if name in reached]
     assert len(order) == 4 and order == sorted(order), reached
+
+
+def test_a_chat_needs_nothing_of_gradios_queue_and_every_request_is_answered(
+    context: BrowserContext, tab: ChatDriver
+) -> None:
+    asked: list[str] = []
+    refused: list[str] = []
+    context.on("request", lambda request: asked.append(request.url))
+    context.on("response", lambda answer: None if answer.ok else refused.append(f"{answer.status} {answer.url}"))
+    tab.page.reload()
+    tab.wait_usable()
+    tab.limit_replies(4)
+    tab.ask("Hello?")
+    assert any("/gradio_api/run/" in url for url in asked)
+    assert not [url for url in asked if "/gradio_api/queue" in url or "/gradio_api/call" in url]
+    assert refused == []
