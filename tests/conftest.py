@@ -6,12 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 # OpenMP threads spin while they wait for each other: on a busy machine of few cores two of them can be ten times slower
 # than one, and tests are busy. Engine processes that tests start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test is timed. In CI the examples are the same in every run, so that a change is judged by what it changed; anywhere
+# else they are fresh.
+settings.register_profile(
+    "keepwarm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
+)
+settings.load_profile("keepwarm")
 
 ROOT = Path(__file__).resolve().parent.parent
 

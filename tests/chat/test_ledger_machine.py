@@ -43,7 +43,7 @@ STEPS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(system=st.sampled_from([None, "Be brief."]), steps=st.lists(STEPS, min_size=1, max_size=6))
 def test_any_chat(template, embedded_model, empty_database, system, steps):
     asyncio.run(play(template, embedded_model, empty_database, system, steps))

@@ -24,7 +24,7 @@ def reply(template: ChatTemplate, ids: list[int], stops: tuple[str, ...] = ()) -
     return made
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids_lists)
 @example([5549])  # a space and the beginning of a character in one token
 def test_pieces_add_up_to_the_batch_decode(template, ids):
@@ -37,7 +37,7 @@ def test_pieces_add_up_to_the_batch_decode(template, ids):
     assert whole == text or whole.endswith("\ufffd")  # only what ends inside a character is kept back
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(ids_lists)
 def test_the_text_of_a_reply_is_the_batch_decode_of_its_ids(template, ids):
     made = reply(template, ids)
@@ -46,7 +46,7 @@ def test_the_text_of_a_reply_is_the_batch_decode_of_its_ids(template, ids):
     assert template.decode(kept) == made.text
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(text=st.text(characters, max_size=30), at=st.integers(0, 30), stop=st.text(characters, min_size=1, max_size=3))
 @example(text="stopping here", at=2, stop="pin")
 @example(text="Привет 👩‍👩‍👧 мир", at=5, stop="👩")

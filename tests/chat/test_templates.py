@@ -66,7 +66,7 @@ def transformers_prompt(embedded_model: Path) -> Callable[[list[tuple[str, str]]
 plain = st.text(st.characters(exclude_categories=["Cs", "Cn", "Co", "Cc"], include_characters="\n\t\r"), max_size=60)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(system=st.none() | plain, text=plain)
 def test_a_first_turn_is_what_transformers_makes_of_it(template, transformers_prompt, system, text):
     messages = [("user", text)] if system is None else [("system", system), ("user", text)]
@@ -78,7 +78,7 @@ def test_a_first_turn_is_what_transformers_makes_of_it(template, transformers_pr
     assert template.ends_prompt(segments[-1])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(text=plain)
 def test_white_space_and_every_character_round_trip(template, text):
     assume(template.decode(template.tokenizer.encode(text).ids) == text)  # the vocabulary lacks a few rare bytes
@@ -228,7 +228,7 @@ def test_replies_that_answer_no_message_are_opened_as_the_template_has_it(templa
     assert prompt(template, *(Entry(*message) for message in messages)) == transformers_prompt(messages)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(chat=st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), plain), max_size=7), last=plain)
 def test_any_imported_chat_is_what_transformers_makes_of_it(template, transformers_prompt, chat, last):
     messages = [*chat, ("user", last)]
