@@ -14,8 +14,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 # than one, and tests are busy. Engine processes that tests start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# No test is timed. In CI the examples are the same in every run, so that a change is judged by what it changed; anywhere
-# else they are fresh.
+# No example is timed. In CI they are the same in every run, so that a change is judged by what it changed; elsewhere
+# they are fresh.
 settings.register_profile(
     "keepwarm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=bool(os.environ.get("CI"))
 )
