@@ -128,7 +128,7 @@ def not_ready_sentence(phase: str, stage: str, message: str) -> str:
     if phase == "loading":
         return f"The model is still loading{f' ({stage})' if stage else ''}; try again when it is ready."
     if phase == "restarting":
-        return f"{message or 'The engine is restarting'}; try again in a moment."
+        return f"The engine is starting again{f' ({stage})' if stage else ''}; try again when it is ready."
     return message or f"The engine is {phase}."
 
 

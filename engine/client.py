@@ -134,7 +134,7 @@ class EngineClient:
             if self._process.poll() is None and not self._ended.is_set():
                 self._process.kill()
             await asyncio.to_thread(self._process.wait)
-        self._abandon("the engine was stopped")
+        self._abandon("The engine was stopped")
         self._set(EngineState("stopped"))
 
     async def wait_ready(self) -> Capabilities:
@@ -243,7 +243,7 @@ class EngineClient:
         changed.set()
 
     def _spawn(self, phase: Phase, message: str) -> None:
-        self._set(EngineState(phase, stage="starting the engine", message=message))
+        self._set(EngineState(phase, stage="starting the engine" if phase == "loading" else "", message=message))
         loop, generation = asyncio.get_running_loop(), object()
         self._ended = ended = asyncio.Event()
         self._generation = generation
@@ -289,7 +289,7 @@ class EngineClient:
         ended.set()
         if generation is not self._generation or self._closing or self._state.phase == "failed":
             return
-        reason = f"the engine stopped unexpectedly{self._exit_words()}"
+        reason = f"The engine stopped unexpectedly{self._exit_words()}"
         log.warning("%s", reason)
         self._abandon(reason)
         now = self._clock()
@@ -309,8 +309,9 @@ class EngineClient:
         return ""
 
     def _abandon(self, reason: str) -> None:
+        cut = f"{reason}, and this reply was cut off."
         for request_id, stream in self._streams.items():
-            stream.put_nowait(Rejected(request_id=request_id, code="engine_died", message=reason, retryable=True))
+            stream.put_nowait(Rejected(request_id=request_id, code="engine_died", message=cut, retryable=True))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(reason))
