@@ -45,6 +45,12 @@ PROMPT_NOTE = """
 <div class="kw-note" id="kw-prompt-fixed" hidden><p>This chat started with this prompt, and all that was said builds on
 it. To use another, start a new chat.</p>
 <button type="button" class="kw-quiet" data-act="new-with-prompt">New chat with this prompt</button></div>
+<p class="kw-note" id="kw-prompt-default" hidden>This chat started without a prompt and uses the model's own default. To
+set one, start a new chat.</p>
+"""
+
+OPTIONS_NOTE = """
+<p class="kw-note">How words are chosen and the longest reply apply to all chats in this browser.</p>
 """
 
 
@@ -118,8 +124,8 @@ def notice(text: str, *, retry: bool = False, calm: bool = False) -> str:
 
 
 def figures_line(figures: Figures) -> str:
-    """The quiet line under a reply: "1,180 reused · 42 read · 0.09 s to first token · 54 tok/s"."""
-    parts = [f"{figures.reused_tokens:,} reused", f"{figures.computed_tokens:,} read"]
+    """The quiet line under a reply: "1,180 tokens reused · 42 read · 0.09 s to first token · 54 tok/s"."""
+    parts = [f"{figures.reused_tokens:,} tokens reused", f"{figures.computed_tokens:,} read"]
     if figures.ttft_s is not None:
         parts.append(f"{figures.ttft_s:.2f} s to first token")
     if figures.tokens_per_s is not None:

@@ -79,13 +79,14 @@ def test_growing_text_looks_as_it_will_when_it_is_whole(lines: list[str]) -> Non
 
 def test_the_quiet_line_says_what_a_reply_cost() -> None:
     line = figures_line(FIGURES)
-    assert text_of(line) == "1,180 reused · 42 read · 0.09 s to first token · 54 tok/s"
+    assert text_of(line) == "1,180 tokens reused · 42 read · 0.09 s to first token · 54 tok/s"
     assert "Of 1,222 prompt tokens, 1,180 were still warm and 42 were read anew; the reply has 120 tokens." in line
 
 
 def test_the_quiet_line_of_a_reply_with_no_token_or_one_claims_no_speed() -> None:
-    assert text_of(figures_line(replace(FIGURES, ttft_s=None, tpot_s=None))) == "1,180 reused · 42 read"
-    assert text_of(figures_line(replace(FIGURES, tpot_s=None))) == "1,180 reused · 42 read · 0.09 s to first token"
+    counts = "1,180 tokens reused · 42 read"
+    assert text_of(figures_line(replace(FIGURES, ttft_s=None, tpot_s=None))) == counts
+    assert text_of(figures_line(replace(FIGURES, tpot_s=None))) == f"{counts} · 0.09 s to first token"
 
 
 @pytest.mark.parametrize(
