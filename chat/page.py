@@ -34,7 +34,7 @@ Outputs = dict[Any, Any]
 _DIGITS = gr.InputHTMLAttributes(autocomplete="off")
 _SLOT = "${{window.keepwarm ? keepwarm.accept('{name}', value) : ''}}"
 _SLOT_JS = "keepwarm.slot('{name}', props, watch);"
-_EVENTS_JS = "keepwarm.bind(trigger, ['open', 'retry', 'stop', 'rename', 'remove']);"
+_EVENTS_JS = "keepwarm.bind(trigger, ['open', 'retry', 'stop', 'rename', 'remove', 'restore']);"
 
 
 def build_page(service: ChatService) -> gr.Blocks:
@@ -104,6 +104,7 @@ class ChatPage:
             label="Longest reply, in tokens", placeholder="As long as it needs", lines=1, max_lines=1,
             html_attributes=_DIGITS,
         )  # fmt: skip
+        gr.HTML(html.OPTIONS_NOTE, js_on_load=None, apply_default_css=False)
 
     @staticmethod
     def _slot(name: str) -> gr.HTML:
@@ -131,6 +132,11 @@ class ChatPage:
             js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **call,
         )  # fmt: skip
         sending.failure(None, None, None, js="() => keepwarm.sent()")
+        gr.on(
+            [option.change for option in self._options], None, self._options, None,
+            js="(...values) => keepwarm.keepOptions(values)", **call,
+        )  # fmt: skip
+        self._events.restore(None, None, self._options, js="() => keepwarm.keptOptions()", **call)
         self._mode.change(lambda mode: gr.update(visible=mode == MY_SAMPLING), self._mode, self._sampling, **call)
 
     @property

@@ -52,6 +52,7 @@ window.keepwarm = (() => {
     watch("value", () => {
       const packet = props.value;
       if (packet?.sent) [packet.was, packet.chat].forEach((chat) => sessionStorage.removeItem(draftKey(chat)));
+      if (packet?.sent && packet.was.startsWith(NEW)) keepPrompt("");
       if (!belongs(packet)) return;
       if (name === "header") showHeader(packet);
       if (name === "live") showRunning(packet.running);
@@ -62,6 +63,7 @@ window.keepwarm = (() => {
         refreshSend();
       }
       if (stick) toEnd();
+      setTimeout(refreshRetry); // the HTML is drawn after this
     });
     if (name === "live") live = props;
     if (name === "header") showModel();
@@ -94,14 +96,16 @@ window.keepwarm = (() => {
 
   function showHeader(packet) {
     if (!header && !box().value) setValue(box(), sessionStorage.getItem(draftKey(current)) || ""); // after a reload
+    if (!header && document.activeElement === document.body) focusBox();
     header = packet;
     document.title = packet.title ? `${packet.title} · Keepwarm` : "Keepwarm";
     const prompt = $("#kw-prompt textarea");
     if (prompt) {
-      if (packet.prompt !== null) setValue(prompt, packet.prompt);
+      setValue(prompt, packet.prompt ?? keptPrompt());
       prompt.readOnly = packet.fixed;
-      $("#kw-prompt-fixed").hidden = !packet.fixed;
       $("#kw-prompt-open").hidden = packet.fixed;
+      $("#kw-prompt-fixed").hidden = !packet.fixed || !packet.prompt;
+      $("#kw-prompt-default").hidden = !packet.fixed || Boolean(packet.prompt);
     }
     showModel();
     markCurrent();
@@ -112,6 +116,7 @@ window.keepwarm = (() => {
     running = value;
     if (running && !document.hidden) follow();
     else unfollow();
+    if (!value && stopping) focusBox(); // the button that was pressed goes away
     if (!value) stopping = false;
     document.body.classList.toggle("kw-running", running);
     refreshSend();
@@ -136,10 +141,12 @@ window.keepwarm = (() => {
     stick = true;
     setValue(box(), sessionStorage.getItem(draftKey(chat)) || "");
     trigger("open", { chat });
-    if (matchMedia("(hover: hover)").matches) box()?.focus();
+    focusBox();
   }
 
-  function newChat(prompt = "") {
+  // A new chat has the prompt that waited for it, unless it follows on one that was not used.
+  function newChat(prompt = current.startsWith(NEW) ? "" : keptPrompt()) {
+    keepPrompt(prompt);
     open(NEW + ++newCount);
     const field = $("#kw-prompt textarea");
     if (field) {
@@ -172,16 +179,34 @@ window.keepwarm = (() => {
     text ? sessionStorage.setItem(draftKey(current), text) : sessionStorage.removeItem(draftKey(current));
   }
 
-  function whyNotSend() {
+  function focusBox() {
+    if (matchMedia("(hover: hover)").matches) box()?.focus(); // elsewhere it would bring up a keyboard
+  }
+
+  function whyNoReply() {
     if (offline) return "Keepwarm does not answer";
     if (engine.phase !== "ready") return engine.phase === "failed" ? "The model could not be loaded" : "The model is not ready yet";
+    return "";
+  }
+
+  function whyNotSend() {
+    if (whyNoReply()) return whyNoReply();
     if (running) return "A reply is being written";
     if (sendingSince && now() - sendingSince < SEND_PATIENCE_MS) return "Sending";
     if (!box()?.value.trim()) return "Write a message first";
     return "";
   }
 
+  function refreshRetry() {
+    const reason = whyNoReply();
+    for (const button of document.querySelectorAll(".kw-retry")) {
+      button.setAttribute("aria-disabled", reason ? "true" : "false");
+      button.title = reason;
+    }
+  }
+
   function refreshSend() {
+    refreshRetry();
     const button = $("#kw-send");
     if (!button) return;
     const reason = whyNotSend();
@@ -212,8 +237,32 @@ window.keepwarm = (() => {
       event.preventDefault();
       event.stopPropagation();
       if (!event.repeat) $("#kw-send")?.click();
-    } else if (event.key === "Escape") {
-      document.body.classList.remove("kw-menu");
+    } else if (event.key === "Escape" && !event.isComposing && !$("dialog[open]") && !event.target.closest?.(".kw-rename")) {
+      const body = document.body.classList;
+      if (body.contains("kw-menu")) body.remove("kw-menu");
+      else if (body.contains("kw-settings-open")) toggleSettings();
+    }
+  }
+
+  // --- settings ---------------------------------------------------------------------------------------------------
+
+  const PROMPT_KEY = "kw-prompt:new", OPTIONS_KEY = "kw-options";
+  const keptPrompt = () => sessionStorage.getItem(PROMPT_KEY) || "";
+  const keepPrompt = (text) => (text ? sessionStorage.setItem(PROMPT_KEY, text) : sessionStorage.removeItem(PROMPT_KEY));
+  let restored = false; // before that, what the settings show is not what a person chose
+
+  function keepOptions(values) {
+    if (restored) localStorage.setItem(OPTIONS_KEY, JSON.stringify(values.map((value) => value ?? "")));
+  }
+
+  // The settings as they were left in this browser; null when they were not touched, or cannot be read.
+  function keptOptions() {
+    try {
+      const values = JSON.parse(localStorage.getItem(OPTIONS_KEY));
+      const types = ["string", "number", "number", "string", "string"];
+      return values?.length === types.length && types.every((type, at) => typeof values[at] === type) ? values : null;
+    } catch {
+      return null;
     }
   }
 
@@ -347,6 +396,7 @@ window.keepwarm = (() => {
     } catch {
       offline = server !== null;
     }
+    document.body.classList.toggle("kw-offline", offline);
     polling = false;
     showStatus();
     refreshSend();
@@ -407,7 +457,7 @@ window.keepwarm = (() => {
     const stage = engine.stage ? `: ${engine.stage}${share}` : "";
     if (engine.phase === "failed") return `The model could not be loaded. ${engine.message}`;
     if (engine.phase === "stopped") return engine.message || "The engine has been stopped.";
-    if (engine.phase === "restarting") return `The engine is starting again${stage}. ${engine.message}`;
+    if (engine.phase === "restarting") return `The engine is starting again${stage || "…"}`;
     return `Getting the model ready${stage || "…"}`;
   }
 
@@ -451,8 +501,8 @@ window.keepwarm = (() => {
     more: () => ((limit += 200), (version = ""), poll()),
     menu: () => document.body.classList.toggle("kw-menu"),
     settings: () => toggleSettings(),
-    example: (button) => (setValue(box(), button.dataset.text), $("#kw-send").click()),
-    retry: () => (trigger("retry", { chat: current }), (stick = true)),
+    example: (button) => (setValue(box(), button.dataset.text), $("#kw-send").click(), focusBox()),
+    retry: () => whyNoReply() || (trigger("retry", { chat: current }), (stick = true)),
     stop: () => ((stopping = true), refreshSend(), trigger("stop", { chat: current })),
     down: () => ((stick = true), toEnd()),
     "copy-code": (button) => copy(button, $("code", button.closest("figure")).textContent),
@@ -495,6 +545,8 @@ window.keepwarm = (() => {
   // Called by Gradio's events component when it is there.
   function bind(fire) {
     trigger = fire;
+    if (keptOptions()) trigger("restore", {});
+    restored = true;
     reopen();
     poll();
   }
@@ -504,6 +556,7 @@ window.keepwarm = (() => {
   document.addEventListener("scroll", onScroll, true);
   document.addEventListener("input", (event) => {
     if (event.target.closest?.("#kw-box")) (keepDraft(), refreshSend());
+    if (event.target.closest?.("#kw-prompt") && current.startsWith(NEW)) keepPrompt(event.target.value);
   });
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) return unfollow(); // a browser allows a server six connections, for all tabs together
@@ -513,5 +566,5 @@ window.keepwarm = (() => {
   addEventListener("popstate", () => trigger && open(fromAddress() || NEW + ++newCount, { push: false }));
   addEventListener("pagehide", keepDraft);
 
-  return { accept, slot, bind, sent, chat: () => current };
+  return { accept, slot, bind, sent, keepOptions, keptOptions, chat: () => current };
 })();

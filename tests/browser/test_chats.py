@@ -71,6 +71,12 @@ def test_a_system_prompt_belongs_to_the_chat_it_started(tab: ChatDriver) -> None
     prompt.fill("You are the keeper of a lighthouse.\nAnswer in rhymes, always, and mention the lamp.")
     tab.ask("Without a prompt.")
     assert tab.figures().prompt != without
+    tab.page.get_by_role("button", name="Close settings").click()
+    tab.row("Without a prompt.").last.locator("a").click()
+    tab.open_settings()
+    expect(tab.page.get_by_text("uses the model's own default")).to_be_visible()
+    expect(tab.page.get_by_role("button", name="New chat with this prompt")).to_be_hidden()
+    tab.row("Without a prompt.").first.locator("a").click()
     expect(prompt).to_have_js_property("readOnly", True)
     expect(tab.page.locator("#kw-prompt-fixed")).to_be_visible()
     tab.page.reload()
@@ -83,6 +89,32 @@ def test_a_system_prompt_belongs_to_the_chat_it_started(tab: ChatDriver) -> None
     expect(prompt).to_have_value("You are the keeper of a lighthouse.\nAnswer in rhymes, always, and mention the lamp.")
     tab.new_chat()
     expect(prompt).to_have_value("")
+
+
+def test_what_was_set_is_kept_over_a_reload(tab: ChatDriver) -> None:
+    prompt = tab.page.get_by_label("System prompt")
+    tab.be_steady()
+    tab.limit_replies(5)
+    tab.open_settings()
+    tab.page.get_by_label("Seed").fill("11")
+    prompt.fill("Rhyme.")
+    tab.page.reload()
+    tab.wait_usable()
+    tab.open_settings()
+    expect(prompt).to_have_value("Rhyme.")
+    expect(tab.page.get_by_label("Longest reply, in tokens")).to_have_value("5")
+    expect(tab.page.get_by_label("number input for Temperature")).to_have_value("0")
+    expect(tab.page.get_by_label("Seed")).to_have_value("11")
+    tab.ask(LONG)
+    assert tab.figures().output == 5
+    expect(prompt).to_have_value("Rhyme.")
+    tab.new_chat()
+    expect(prompt).to_have_value("")
+    prompt.fill("Sing.")
+    tab.page.go_back()
+    expect(prompt).to_have_value("Rhyme.")
+    tab.new_chat()
+    expect(prompt).to_have_value("Sing.")
 
 
 def test_sampling_can_be_set(tab: ChatDriver) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from playwright.sync_api import expect
 
-from tests.browser.driver import ChatDriver
+from tests.browser.driver import LONG, ChatDriver
 
 
 def test_shift_enter_is_a_new_line_and_white_space_is_shown_as_typed(tab: ChatDriver) -> None:
@@ -98,4 +98,14 @@ def test_an_example_is_sent_with_one_click(tab: ChatDriver) -> None:
     expect(tab.send_button).to_have_attribute("title", "Write a message first")
     example.click()
     expect(tab.users).to_have_text(text or "?")
+    expect(tab.box).to_be_focused()
     tab.wait_reply()
+
+
+def test_one_can_write_at_once_also_after_stop(tab: ChatDriver) -> None:
+    expect(tab.box).to_be_focused()
+    tab.be_steady()
+    tab.send(LONG)
+    tab.wait_text_grows(5)
+    tab.stop()
+    expect(tab.box).to_be_focused()

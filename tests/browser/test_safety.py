@@ -30,15 +30,22 @@ CONTRAST = """() => {
     return [255, 255, 255];
   };
   const poor = [];
+  const ratio = (color, node) => {
+    const [a, b] = [light(parse(color)), light(ground(node))].sort((x, y) => y - x);
+    return (a + .05) / (b + .05);
+  };
+  for (const node of document.querySelectorAll('#kw-app :placeholder-shown')) {
+    const found = ratio(getComputedStyle(node, '::placeholder').color, node);
+    if (node.offsetParent && found < 4.5) poor.push(`placeholder "${node.placeholder}" ${found.toFixed(2)}`);
+  }
   for (const node of document.querySelectorAll('#kw-app *')) {
     const own = [...node.childNodes].some(child => child.nodeType === 3 && child.textContent.trim());
     const box = node.getBoundingClientRect();
     if (!own || !box.width || !box.height || getComputedStyle(node).visibility === 'hidden') continue;
     if (node.closest('[aria-disabled=true], .kw-tools')) continue;
-    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))].sort((x, y) => y - x);
-    const ratio = (a + .05) / (b + .05);
+    const found = ratio(getComputedStyle(node).color, node);
     const what = `${node.tagName}.${node.className} "${node.textContent.trim().slice(0, 30)}"`;
-    if (ratio < 4.5) poor.push(`${what} ${ratio.toFixed(2)}`);
+    if (found < 4.5) poor.push(`${what} ${found.toFixed(2)}`);
   }
   return poor;
 }"""
@@ -110,6 +117,20 @@ def check_page(page: Page) -> None:
     assert page.evaluate(CONTRAST) == []
 
 
+@pytest.mark.parametrize("width", [780, 900, 1060])
+def test_in_a_middling_window_everything_has_its_place(browser, server: Server, width: int) -> None:  # type: ignore[no-untyped-def]
+    context = browser.new_context(viewport={"width": width, "height": 800})
+    tab = ChatDriver(context.new_page(), server.url).open()
+    edges = "(id => (box => [box.left, box.right])(document.querySelector(id).getBoundingClientRect()))"
+    assert tab.evaluate(f"{edges}('#kw-entry')") == tab.evaluate(f"{edges}('#kw-transcript')")
+    tab.open_settings()
+    left, right = tab.evaluate(f"{edges}('#kw-settings')")
+    assert (right - left, right) == (21 * 16, width)
+    tab.page.keyboard.press("Escape")
+    expect(tab.page.locator("#kw-settings")).to_be_hidden()
+    context.close()
+
+
 def test_on_a_phone_the_list_opens_and_closes_again(browser, server: Server) -> None:  # type: ignore[no-untyped-def]
     context = browser.new_context(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
     tab = ChatDriver(context.new_page(), server.url).open()
@@ -118,6 +139,18 @@ def test_on_a_phone_the_list_opens_and_closes_again(browser, server: Server) -> 
     expect(tab.page.locator("#kw-new")).to_be_visible()
     tab.page.locator("#kw-new").click()
     expect(tab.page.locator("#kw-side")).to_be_hidden()
+    expect(tab.box).not_to_be_focused()  # that would bring up a keyboard
+    tab.limit_replies(4)
+    tab.ask("Hello?")
+    tab.open_settings()
+    tab.page.get_by_label("Set here").check()
+    small = tab.evaluate(
+        """() => [...document.querySelectorAll('#kw-app :is(button, a), #kw-mode label')]
+          .filter(node => node.offsetParent && !node.closest('.kw-text'))
+          .map(node => [node.outerHTML.slice(0, 90), node.getBoundingClientRect().height])
+          .filter(([, height]) => height && height < 36)"""
+    )
+    assert small == []
     context.close()
 
 
@@ -129,7 +162,7 @@ def test_the_keyboard_reaches_everything_and_everything_has_a_name(tab: ChatDriv
           .map(node => node.outerHTML.slice(0, 120))"""
     )
     assert nameless == []
-    tab.page.locator("body").focus()
+    tab.page.locator(".kw-brand").focus()
     reached: list[str] = []
     stops = 3 * tab.page.locator("#kw-chats li").count() + 20  # a chat, and its two tools, are three
     while "kw-send" not in reached and len(reached) < stops:
