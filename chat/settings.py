@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     data_dir: Path = Field(
         default_factory=lambda: platformdirs.user_data_path("keepwarm", appauthor=False),
-        description="Folder of the chats, the converted model and the cache; one server at a time.",
+        description="Folder of the chats and the converted model; one server at a time.",
     )
     config: Path | None = Field(None, description=f"Settings file; otherwise {FILE_NAME} in the settings folder.")
     model: str = Field(

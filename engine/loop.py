@@ -83,6 +83,7 @@ class Engine:
         logging.getLogger().setLevel(config.log_level.upper())
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        loading.choose(config.device, config.dtype)  # a wrong name is said before the weights are converted
         prepared = loading.prepare(config.model, Path(config.cache_dir), self._progress)
         self._progress("loading weights")
         loaded = loading.load(prepared, config.device, config.dtype)

@@ -74,10 +74,15 @@ def prepare(model: str, cache_dir: Path, progress: Progress) -> PreparedModel:
     return _prepare_directory(_download(model, progress), model, cache_dir, progress)
 
 
+def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """What "auto" means here. Raises `ModelLoadError` for names that mean nothing or that this torch cannot serve."""
+    target = _choose_device(device)
+    return target, _choose_dtype(dtype, target)
+
+
 def load(prepared: PreparedModel, device: str, dtype: str) -> LoadedModel:
     """Read the weights onto the device. Raises `ModelLoadError` with the reason when that is not possible."""
-    target = _choose_device(device)
-    kind = _choose_dtype(dtype, target)
+    target, kind = choose(device, dtype)
     try:
         module = AutoModelForCausalLM.from_pretrained(
             prepared.path,

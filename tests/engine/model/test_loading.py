@@ -97,9 +97,13 @@ def test_a_pool_that_cannot_be_is_refused_with_numbers(model: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(("device", "dtype"), [("tpu", "float32"), ("cpu", "int4")])
 def test_unknown_devices_and_dtypes_are_named(model: Path, tmp_path: Path, device: str, dtype: str) -> None:
-    prepared = loading.prepare(str(model), tmp_path, quiet)
     with pytest.raises(ModelLoadError, match=r"tpu|int4"):
-        loading.load(prepared, device, dtype)
+        loading.choose(device, dtype)
+    engine_says: list[Event] = []
+    engine = Engine(engine_says.extend)
+    engine.inbox.put(Start(config=EngineConfig(model=str(model), cache_dir=str(tmp_path), device=device, dtype=dtype)))
+    engine.run()
+    assert [type(event) for event in engine_says] == [LoadFailed]  # before anything was read or converted
 
 
 def test_the_fingerprint_follows_content_dtype_and_layout_but_not_the_name(model: Path, tmp_path: Path) -> None:
