@@ -9,22 +9,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from engine.channel import Channel
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
+from engine.hosting import process_channel, thread_channel
 from engine.protocol import (
     Cancel,
     Capabilities,
@@ -55,9 +52,6 @@ from engine.protocol import (
 
 log = logging.getLogger(__name__)
 
-# Torch's threads are to sleep, not to spin, while they wait for each other. On two cores, each step beside other busy
-# programs took 80-120 ms instead of 500-900 ms.
-ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 CLOSE_SECONDS = 1.0  # how long the engine may take to end by itself
 CRASHES, CRASH_WINDOW_S = 3, 120.0  # that many deaths in that time, and it is not started again
 
@@ -257,9 +251,9 @@ class EngineClient:
                 loop.call_soon_threadsafe(self._on_end, generation, ended)
 
         if self._in_thread:
-            self._channel = _thread_channel(on_frame, on_end)
+            self._channel = thread_channel(on_frame, on_end)
         else:
-            self._process, self._channel = _process_channel(on_frame, on_end)
+            self._process, self._channel = process_channel(on_frame, on_end)
         self._send(Start(config=self._config))
 
     def _on_frame(self, generation: object, frame: bytes) -> None:
@@ -315,52 +309,6 @@ class EngineClient:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(reason))
-
-
-def _process_channel(
-    on_frame: Callable[[bytes], None], on_end: Callable[[], None]
-) -> tuple[subprocess.Popen[bytes], Channel]:
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "engine"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**ENGINE_ENVIRONMENT, **os.environ, "PYTHONPATH": path},
-        start_new_session=True,  # a Ctrl-C in the terminal is for the web side, which ends the engine in order
-    )
-    if process.stdin is None or process.stdout is None:
-        raise AssertionError("both pipes were asked for")
-    channel = Channel(process.stdout, process.stdin, on_frame, on_end)
-    channel.start()
-    return process, channel
-
-
-def _thread_channel(on_frame: Callable[[bytes], None], on_end: Callable[[], None]) -> Channel:
-    from engine.loop import Engine
-    from engine.protocol import decode_commands
-
-    (engine_in, to_engine), (from_engine, engine_out) = os.pipe(), os.pipe()
-
-    def receive(frame: bytes) -> None:
-        for command in decode_commands(frame):
-            engine.inbox.put(command)
-
-    def serve() -> None:
-        try:
-            engine.run()
-        finally:
-            inner.close()
-
-    engine = Engine(lambda events: inner.send(encode(events)))
-    inner = Channel(
-        os.fdopen(engine_in, "rb"), os.fdopen(engine_out, "wb"), receive, lambda: engine.inbox.put(Shutdown())
-    )
-    outer = Channel(os.fdopen(from_engine, "rb"), os.fdopen(to_engine, "wb"), on_frame, on_end)
-    inner.start()
-    outer.start()
-    threading.Thread(target=serve, name="engine", daemon=True).start()
-    return outer
 
 
 def new_request_id() -> str:
