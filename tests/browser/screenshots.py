@@ -19,11 +19,11 @@ from tests.browser.server import ROOT, Server, new_data_dir
 
 FOLDER = ROOT / "assets" / "screenshots"
 QUESTIONS = (
-    ("Write a Python function that counts the words in a text.", 300),
+    ("Write a Python function that checks whether a word is a palindrome.", 400),
     ("Give me three names for a small café by the sea.", 120),
     ("How do I keep a sourdough starter warm in winter?", 120),
 )
-FOLLOW_UP = ("Now explain that in two sentences.", 200)
+FOLLOW_UP = ("What does the function return?", 200)
 
 
 def main() -> None:
