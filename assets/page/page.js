@@ -185,7 +185,7 @@ window.keepwarm = (() => {
 
   function whyNoReply() {
     if (offline) return "Keepwarm does not answer";
-    if (engine.phase !== "ready") return engine.phase === "failed" ? "The model could not be loaded" : "The model is not ready yet";
+    if (engine.phase !== "ready") return engine.phase === "failed" ? "There is no model to answer" : "The model is not ready yet";
     return "";
   }
 
@@ -455,7 +455,7 @@ window.keepwarm = (() => {
     if (offline) return "Keepwarm does not answer. Is it still running? What you write here is kept.";
     const share = engine.total ? ` (${Math.round((100 * engine.done) / engine.total)}%)` : "";
     const stage = engine.stage ? `: ${engine.stage}${share}` : "";
-    if (engine.phase === "failed") return `The model could not be loaded. ${engine.message}`;
+    if (engine.phase === "failed") return `There is no model to answer. ${engine.message}`;
     if (engine.phase === "stopped") return engine.message || "The engine has been stopped.";
     if (engine.phase === "restarting") return `The engine is starting again${stage || "…"}`;
     return `Getting the model ready${stage || "…"}`;
