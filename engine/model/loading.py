@@ -102,8 +102,8 @@ def load(prepared: PreparedModel, device: str, dtype: str) -> LoadedModel:
     shifting = _rope_types(getattr(module.config.get_text_config(), "rope_parameters", None)) & SHIFTING_ROPE
     if shifting:
         raise ModelLoadError(
-            f"{prepared.name} cannot be served: its positions ({', '.join(sorted(shifting))}) are scaled by the longest "
-            "prompt at hand, so that what is kept of one chat would be wrong beside another"
+            f"{prepared.name} cannot be served: its positions ({', '.join(sorted(shifting))}) are scaled by the "
+            "longest prompt at hand, so that what is kept of one chat would be wrong beside another"
         )
     return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind)
 
