@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,7 @@ def main() -> None:
     summary = {}
     for key in rounds[0]:
         values = sorted(float(row[key]) for row in rounds)
-        summary[key] = values[len(values) // 2]
+        summary[key] = statistics.median(values)
         print(f"{key:32} {summary[key]:9.4f} {values[0]:9.4f} {values[-1]:9.4f}")
     facts = {
         "model": model,
