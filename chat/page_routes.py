@@ -47,8 +47,7 @@ def page_router(service: ChatService) -> APIRouter:
     async def turn(chat: str) -> StreamingResponse:
         """The HTML of the reply being written in `chat`, again and again; ends with an event "done"."""
         try:
-            await service.session(service.user.id, chat)
-            live = service.live_turn(chat)
+            live = await service.running_turn(service.user.id, chat)
         except SessionNotFound:
             live = None
         return StreamingResponse(_events(live), media_type="text/event-stream", headers={"Cache-Control": "no-store"})

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from chat.completion import ApiTurn, Completions, Request
@@ -79,10 +79,6 @@ class ChatService:
     def model_problem(self) -> str:
         """Why the model, though the engine serves it, cannot chat (no chat template, …); "" when it can."""
         return self._models.problem
-
-    def watch_status(self) -> AsyncIterator[EngineState]:
-        """The engine's state now, then each change."""
-        return self._engine.watch()
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -172,6 +168,11 @@ class ChatService:
 
     def live_turn(self, session_id: str) -> LiveTurn | None:
         """The turn that runs in this chat, if one does."""
+        return self._conversations.live(session_id)
+
+    async def running_turn(self, user_id: str, session_id: str) -> LiveTurn | None:
+        """The same for a chat that need not be the user's. Reads no messages. Raises SessionNotFound."""
+        await self._owned(user_id, session_id)
         return self._conversations.live(session_id)
 
     async def complete(
