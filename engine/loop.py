@@ -18,7 +18,7 @@ from engine.cache.manager import BlockManager
 from engine.cache.pool import KVPool
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
-from engine.model import loading, selfcheck
+from engine.model import loading, selfcheck, sources
 from engine.model.runner import ModelRunner
 from engine.protocol import (
     Cancel,
@@ -84,7 +84,7 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         loading.choose(config.device, config.dtype)  # a wrong name is said before the weights are converted
-        prepared = loading.prepare(config.model, Path(config.cache_dir), self._progress)
+        prepared = sources.prepare(config.model, Path(config.cache_dir), self._progress)
         self._progress("loading weights")
         loaded = loading.load(prepared, config.device, config.dtype)
         shape = selfcheck.probe(loaded)

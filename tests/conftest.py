@@ -35,7 +35,7 @@ def model_cache() -> Path:
 @pytest.fixture(scope="session")
 def embedded_model(model_cache: Path) -> Path:
     """The directory of the embedded model: config, tokenizer, safetensors."""
-    from engine.model.loading import EMBEDDED, prepare
+    from engine.model.sources import EMBEDDED, prepare
 
     return prepare(EMBEDDED, model_cache, lambda *_: None).path
 

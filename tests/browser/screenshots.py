@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Browser, ViewportSize, sync_playwright
 
-from engine.model.loading import EMBEDDED, prepare
+from engine.model.sources import EMBEDDED, prepare
 from tests.browser.browsers import arguments, find_browser
 from tests.browser.driver import ChatDriver
 from tests.browser.server import ROOT, Server, new_data_dir

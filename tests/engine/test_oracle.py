@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.model import loading, selfcheck
-from engine.model.loading import LoadedModel, PreparedModel
+from engine.model.loading import LoadedModel
+from engine.model.sources import PreparedModel
 from tests.engine.harness import Harness
 
 NEW = 16

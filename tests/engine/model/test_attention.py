@@ -14,8 +14,9 @@ from engine.batch import Batch, Draw, Row
 from engine.cache.pool import KVPool
 from engine.errors import ModelLoadError
 from engine.model import attention, selfcheck
-from engine.model.loading import LoadedModel, PreparedModel
+from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
+from engine.model.sources import PreparedModel
 from engine.protocol import Sampling
 
 BLOCK, BLOCKS = 4, 64

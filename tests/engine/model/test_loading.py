@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.loop import Engine
-from engine.model import loading, selfcheck
+from engine.model import loading, selfcheck, sources
 from engine.protocol import Event, LoadFailed, Loading, Shutdown, Start
 
 
@@ -54,7 +54,7 @@ def test_a_truncated_weights_file_is_named(model: Path, tmp_path: Path) -> None:
 
 def test_a_truncated_gguf_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "cut.gguf"
-    with loading._embedded_file().open("rb") as whole:
+    with sources._embedded_file().open("rb") as whole:
         file.write_bytes(whole.read(100_000))
     assert str(file) in why(file, tmp_path / "cache")
     assert [entry.name for entry in (tmp_path / "cache").iterdir()] == ["digests.json"]
@@ -81,7 +81,7 @@ def test_names_that_are_nothing_are_said_to_be(tmp_path: Path) -> None:
         (str(tmp_path / "no.gguf"), "no GGUF file at"),
     ):
         with pytest.raises(ModelLoadError, match=words):
-            loading.prepare(name, tmp_path, quiet)
+            sources.prepare(name, tmp_path, quiet)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_positions_that_depend_on_the_longest_prompt_are_refused(model: Path, tm
 
 def test_the_fingerprint_follows_content_dtype_and_layout_but_not_the_name(model: Path, tmp_path: Path) -> None:
     def of(path: Path, dtype: str = "float32", block_size: int = 32) -> str:
-        loaded = loading.load(loading.prepare(str(path), tmp_path, quiet), "cpu", dtype)
+        loaded = loading.load(sources.prepare(str(path), tmp_path, quiet), "cpu", dtype)
         return loading.fingerprint(loaded, block_size)
 
     first = of(model)
@@ -148,7 +148,7 @@ def test_the_fingerprint_follows_content_dtype_and_layout_but_not_the_name(model
 
 
 def test_the_kv_shape_is_the_models(model: Path, tmp_path: Path) -> None:
-    loaded = loading.load(loading.prepare(str(model), tmp_path, quiet), "cpu", "bfloat16")
+    loaded = loading.load(sources.prepare(str(model), tmp_path, quiet), "cpu", "bfloat16")
     shape = selfcheck.probe(loaded)
     assert shape == selfcheck.KVShape(layers=2, kv_heads=2, head_dim=8)
     assert shape.bytes_per_token(torch.bfloat16) == 2 * 2 * 2 * 8 * 2
