@@ -15,10 +15,11 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chat import flags
 from chat.instance import AlreadyRunning, DataDirError, Instance
 from chat.settings import PREFIX, VERSION, Settings, SettingsError, flag, load_settings, nearest
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from chat.service import ChatService
     from chat.serving import Server
     from engine.client import EngineClient
-    from engine.config import EngineConfig
     from storage import Store
 
 CLOSE_LIMIT = 1.5  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
@@ -74,13 +74,6 @@ def fail(line: str, code: int) -> int:
     return code
 
 
-def option(name: str, metavar: str) -> Any:
-    """The flag of a setting that takes a value; `load_settings` checks it, so that every origin is checked alike."""
-    field = Settings.model_fields[name]
-    default = "" if field.default is None or field.default_factory else f" [default: {field.default}]"
-    return typer.Option(flag(name), metavar=metavar, help=f"{field.description}{default}", show_default=False)
-
-
 @cli.callback(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -89,18 +82,16 @@ def option(name: str, metavar: str) -> Any:
 )
 def serve_command(  # noqa: PLR0917 - one parameter per flag
     context: typer.Context,
-    host: Annotated[str | None, option("host", "ADDRESS")] = None,
-    port: Annotated[str | None, option("port", "NUMBER")] = None,
-    data_dir: Annotated[str | None, option("data_dir", "FOLDER")] = None,
-    config: Annotated[str | None, option("config", "FILE")] = None,
-    model: Annotated[str | None, option("model", "MODEL")] = None,
-    device: Annotated[str | None, option("device", "auto|cpu|cuda|mps")] = None,
-    dtype: Annotated[str | None, option("dtype", "auto|float32|bfloat16|float16")] = None,
-    device_kv: Annotated[str | None, option("device_kv", "SIZE")] = None,
-    browser: Annotated[
-        bool | None, typer.Option("--browser/--no-browser", help=Settings.model_fields["browser"].description)
-    ] = None,
-    log_level: Annotated[str | None, option("log_level", "debug|info|warning|error")] = None,
+    host: flags.Host = None,
+    port: flags.Port = None,
+    data_dir: flags.DataDir = None,
+    config: flags.Config = None,
+    model: flags.Model = None,
+    device: flags.Device = None,
+    dtype: flags.Dtype = None,
+    device_kv: flags.DeviceKv = None,
+    browser: flags.Browser = None,
+    log_level: flags.LogLevel = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat with a model on this machine; its cache of each conversation stays warm between turns."""
@@ -171,6 +162,7 @@ class Parts:
 
 async def serve(settings: Settings, listener: socket.socket, instance: Instance) -> int:
     """Open the parts, wait for a signal, close them in reverse. Returns the exit code."""
+    from chat.engine_config import engine_config
     from chat.serving import catch_signals, say
     from engine.client import EngineClient
 
@@ -280,20 +272,6 @@ async def tell_until_ready(engine: EngineClient, url: str, started: float) -> No
         if state.stage != stage:
             stage = state.stage
             say(f"  {stage} ...")
-
-
-def engine_config(settings: Settings) -> EngineConfig:
-    """What the engine is started with."""
-    from engine.config import EngineConfig
-
-    return EngineConfig(
-        cache_dir=str(settings.data_dir / "models"),
-        model=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        device_kv=None if settings.device_kv is None else int(settings.device_kv),
-        log_level=settings.log_level,
-    )
 
 
 if __name__ == "__main__":
