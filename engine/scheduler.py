@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import count
 from operator import attrgetter
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from engine.cache.block import Scope
 from engine.cache.laws import violations
 from engine.cache.manager import BlockManager
 from engine.limits import Limits
-from engine.protocol import Event, FinishReason, Rejected, Submit, Tokens
+from engine.protocol import Event, FinishReason, RejectCode, Rejected, Submit, Tokens
 from engine.sequence import Request, Sequence
 
 _order = attrgetter("order")
@@ -94,6 +95,20 @@ class Scheduler:
         """How many of these tokens a request would find in the pool now. Changes nothing."""
         return self._manager.match(Scope("", salt, shared_len), token_ids).reused
 
+    def resize(self, blocks: int, move: Callable[[int, Mapping[int, int]], None]) -> None:
+        """Go on with `blocks` blocks: idle ones go where they are too many, `move` (`KVPool.resize`) carries the rest.
+
+        Requests that no longer fit are refused. Raises what `move` raises; then only idle blocks that had to go are gone.
+        """
+        self._between_steps()
+        moved = self._manager.make_fit(blocks)
+        move(blocks, moved)
+        self._manager.renumber(blocks, moved)
+        self._limits = replace(self._limits, total_blocks=blocks)
+        for sequence in [s for s in self._waiting if not s.reply_ids and s.request.samples[0] is s]:
+            if (refusal := self._limits.refusal(sequence.request.submit)) is not None:
+                self._reject(sequence.request, *refusal)
+
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Batch | None:
@@ -134,10 +149,7 @@ class Scheduler:
             step.append(self._admitting)
             self._admitting = None
         for request in dict.fromkeys(sequence.request for sequence in step):
-            for sequence in request.samples:
-                self._take_out(sequence)
-            del self._requests[(request_id := request.submit.request_id)]
-            self._events.append(Rejected(request_id=request_id, code="internal", message=message, retryable=True))
+            self._reject(request, "internal", message, retryable=True)
         return self.take_events()
 
     def take_events(self) -> list[Event]:
@@ -271,6 +283,13 @@ class Scheduler:
         self._events.append(sequence.finished(reason, self._clock(), detail))
         if sequence.request.ended:
             del self._requests[sequence.request.submit.request_id]
+
+    def _reject(self, request: Request, code: RejectCode, message: str, *, retryable: bool = False) -> None:
+        for sequence in request.samples:
+            self._take_out(sequence)
+        request_id = request.submit.request_id
+        del self._requests[request_id]
+        self._events.append(Rejected(request_id=request_id, code=code, message=message, retryable=retryable))
 
     def _take_out(self, sequence: Sequence) -> None:
         """Out of whatever line it stands in, and its lease back."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _RUN = re.compile(b"\x01+")
 
 
 class FreeBlocks:
-    """The free slots 0 … total - 1, kept as a byte map (1 is free) so that runs are found at C speed."""
+    """The free slots of 0 … total - 1, kept as a byte map (1 is free) so that runs are found at C speed."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, used: Iterable[int] = ()) -> None:
         self._map = bytearray(b"\x01" * total)
-        self._count = total
+        for block in used:
+            self._map[block] = 0
+        self._count = self._map.count(1)
 
     def __len__(self) -> int:
         return self._count

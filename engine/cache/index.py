@@ -80,6 +80,12 @@ class PrefixIndex:
             del self._by_hash[block.hash]
         block.parent_hash = block.hash = None
 
+    def renumber(self) -> None:
+        """Take note of new ids of the blocks, all at once."""
+        self._children = {
+            parent: {block.id: block for block in children.values()} for parent, children in self._children.items()
+        }
+
     def hashes(self) -> dict[bytes, Block]:
         """A copy of the full blocks by hash."""
         return dict(self._by_hash)

@@ -6,7 +6,7 @@ It knows nothing of tensors, requests or time. "No room" is a return value; a br
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,6 +201,34 @@ class BlockManager:
         for block in self.blocks.values():
             block.holders.discard(session_id)
         return len(gone)
+
+    # --- changing size ----------------------------------------------------------------------------------------------
+
+    def make_fit(self, total_blocks: int) -> dict[int, int]:
+        """Evict idle blocks until `total_blocks` hold the rest; the new id of every block that stays, by its old one.
+
+        Nothing is renumbered yet. Raises `RuntimeError` when the leased blocks alone are more.
+        """
+        if self.leased_blocks > total_blocks:
+            raise RuntimeError(f"{self.leased_blocks} blocks are leased; {total_blocks} cannot hold them")
+        self.evict_idle(len(self.blocks) - total_blocks)
+        ids = sorted(self.blocks)
+        if not ids or ids[-1] < total_blocks:
+            return {old: old for old in ids}  # neighbours keep the room that they have to grow
+        return {old: new for new, old in enumerate(ids)}
+
+    def renumber(self, total_blocks: int, moved: Mapping[int, int]) -> None:
+        """Have `total_blocks` blocks from now on, those in use under the ids that `make_fit` chose for this size."""
+        order = self.idle.order()
+        for block in self.blocks.values():
+            block.id = moved[block.id]
+        self.blocks = {block.id: block for block in self.blocks.values()}
+        self.index.renumber()
+        self.idle = IdleBlocks(maxsize=total_blocks)
+        for block in order:
+            self.idle[block.id] = block
+        self.free = FreeBlocks(total_blocks, used=self.blocks)
+        self.total_blocks = total_blocks
 
     # --- counting ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 
@@ -39,6 +42,25 @@ class KVPool:
     def copy_tokens(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` tokens of block `source`, all layers, to the start of block `target`."""
         self.data[:, :, target, :count].copy_(self.data[:, :, source, :count])
+
+    def resize(self, blocks: int, moved: Mapping[int, int]) -> None:
+        """Have `blocks` blocks from now on; the block at each old id in `moved` is then at its new one.
+
+        What stays is copied beside the pool while the old allocation gives way to the new one. Raises what torch raises
+        when there is no memory for either; then nothing has changed.
+        """
+        old, new = list(moved), list(moved.values())
+        kept, shape = self.data[:, :, old], list(self.data.shape)
+        options: dict[str, Any] = {"dtype": self.data.dtype, "device": self.data.device}
+        self.data = self.data[:, :, :0].clone()
+        try:
+            data = torch.zeros(*shape[:2], blocks, *shape[3:], **options)
+        except (MemoryError, RuntimeError):
+            self.data = torch.zeros(shape, **options)
+            self.data[:, :, old] = kept
+            raise
+        data[:, :, new] = kept
+        self.data, self.blocks = data, blocks
 
     def poison(self, block: int) -> None:
         """Fill a block with NaN, so that a test notices whoever reads what was never written."""

@@ -8,7 +8,7 @@ prefix which is consistent but another's gives another reply.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -97,6 +97,12 @@ class FakeModel:
         """Copy between blocks of the pool."""
         self.copied_tokens += count
         self.pool.copy_tokens(source, target, count)
+
+    def resize(self, blocks: int, moved: Mapping[int, int]) -> None:
+        """Change the pool's size; what was not carried over is NaN."""
+        self.pool.resize(blocks, moved)
+        for block in set(range(blocks)) - set(moved.values()):
+            self.pool.poison(block)
 
     def _draw(self, draw: Draw, token_ids: list[int], state: int) -> int:
         if token_ids != [*draw.prompt_ids, *draw.reply_ids]:

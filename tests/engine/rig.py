@@ -100,6 +100,12 @@ class Rig:
         self.check()
         return blocks
 
+    def resize(self, blocks: int) -> None:
+        """Another size of the pool, from one step to the next."""
+        self.scheduler.resize(blocks, self.model.resize)
+        self.note(self.scheduler.take_events())
+        self.check()
+
     def check(self) -> None:
         """The conservation law."""
         assert self.scheduler.violations() == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -146,6 +146,15 @@ class Chats(RuleBasedStateMachine):
     def evict(self, blocks: int) -> None:
         counts["evict"] += self.rig.manager.evict_idle(blocks) > 0
 
+    @rule(blocks=st.integers(1, 40))
+    def resize(self, blocks: int) -> None:
+        if blocks >= self.rig.manager.leased_blocks:
+            counts["shrink"] += blocks < self.rig.manager.total_blocks
+            counts["grow"] += blocks > self.rig.manager.total_blocks
+            counts["resized while running"] += self.rig.manager.leased_blocks > 0
+            self.rig.resize(blocks)
+            self.remember()
+
     @invariant()
     def lawful(self) -> None:
         counts["rules"] += 1
@@ -196,6 +205,7 @@ def test_chats_live_through_anything(capsys: pytest.CaptureFixture[str]) -> None
         _min_steps=100,  # hypothesis' own tests use it; without, a mutated example may be a few steps long
         settings=settings(
             max_examples=EXAMPLES,
+            phases=[Phase.generate],  # a red run is shown as it was found: making it smaller takes minutes
             stateful_step_count=STEPS,
             deadline=None,
             database=None,
@@ -205,6 +215,7 @@ def test_chats_live_through_anything(capsys: pytest.CaptureFixture[str]) -> None
     with capsys.disabled():  # so that every run shows that it was about something
         print("\nrules and what they met:", ", ".join(f"{name} {number}" for name, number in sorted(counts.items())))
     happened = {"new", "samples", "urgent", "continue", "branch", "edit", "step", "finish", "cancel", "drop", "fail"}
+    happened |= {"shrink", "grow", "resized while running"}
     happened |= {"evict", "rejected", "preempted", "copied tokens", "reused tokens", "ran out of pool"}
     assert counts["lives of 100 rules"] >= EXAMPLES  # hypothesis cuts a few more short, and counts them extra
     assert not {name for name in happened if not counts[name]}, "a rule or a case never happened"

@@ -434,3 +434,53 @@ def test_blocks_of_one_token(make_books):
 def test_the_books_are_kept_without_torch():
     code = "import sys, engine.cache, engine.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- another size -----------------------------------------------------------------------------------------------------
+
+
+def resize(books, blocks):
+    moved = books.manager.make_fit(blocks)
+    books.manager.renumber(blocks, moved)
+    assert books.violations() == []
+    return moved
+
+
+def test_a_smaller_size_evicts_in_order_and_keeps_the_rest_findable(make_books):
+    books = make_books(blocks=12)
+    books.keep(A)
+    books.keep(B)
+    order = books.order()
+    resize(books, 4)
+    assert books.order() == order[2:]
+    assert (books.found(A), books.found(B)) == (4, 12)
+    assert len(books.manager.free) == 0
+
+
+def test_a_lease_goes_on_under_new_ids(make_books):
+    books = make_books(blocks=12)
+    books.keep(B)
+    lease = books.take([*A, 22])
+    moved = resize(books, 4)
+    assert [block.id for block in lease.blocks] == sorted(moved.values()) == [0, 1, 2, 3]
+    assert not books.manager.extend(lease, 17)
+    resize(books, 8)
+    assert books.manager.extend(lease, 17)
+    books.manager.commit(lease, [23, 24, 25, 26])
+    books.manager.release(lease)
+    assert books.found([*A, 22, 23, 24, 25, 26]) == 17
+
+
+def test_leased_blocks_are_never_too_many_for_the_new_size(make_books):
+    books = make_books(blocks=12)
+    books.take(A)
+    with pytest.raises(RuntimeError, match="3 blocks are leased; 2 cannot hold them"):
+        books.manager.make_fit(2)
+    assert books.violations() == []
+
+
+def test_where_nothing_has_to_move_nothing_does(make_books):
+    books = make_books(blocks=12)
+    books.keep(A)
+    ids = sorted(books.manager.blocks)
+    assert resize(books, 20) == {block: block for block in ids}

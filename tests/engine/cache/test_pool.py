@@ -65,3 +65,31 @@ def test_a_shape_without_extent_is_refused_by_name(name):
 def test_fewer_than_no_blocks_are_refused():
     with pytest.raises(ValueError, match="blocks is -1"):
         pool(blocks=-1)
+
+
+def numbered(blocks: int) -> KVPool:
+    kv = pool(blocks=blocks)
+    kv.data[:] = torch.arange(float(blocks)).view(1, 1, -1, 1, 1, 1)
+    return kv
+
+
+def test_a_smaller_pool_has_what_was_carried_over():
+    kv = numbered(6)
+    kv.resize(3, {1: 0, 5: 2})
+    assert kv.blocks == 3
+    assert kv.data[1, 1, :, 0, 0, 0].tolist() == [1, 0, 5]
+    assert kv.bytes == 3 * kv.block_bytes
+
+
+def test_a_larger_pool_has_what_was_carried_over():
+    kv = numbered(3)
+    kv.resize(5, {2: 2, 0: 0})
+    assert kv.data[0, 0, :, 3, 1, 7].tolist() == [0, 0, 2, 0, 0]
+
+
+def test_a_pool_that_cannot_grow_stays_as_it_is():
+    kv = numbered(3)
+    with pytest.raises((MemoryError, RuntimeError)):
+        kv.resize(2**50, {0: 0, 2: 1})
+    assert kv.blocks == 3
+    assert kv.data[0, 0, [0, 2], 0, 0, 0].tolist() == [0, 2]
