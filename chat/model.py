@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from chat.errors import ChatError, NotReady, PromptTooLong, UnusableModel
 from chat.sampling import recommended
 from chat.templates import ChatTemplate, Entry
-from chat.views import TurnOptions
+from chat.thinking import Policy
+from chat.views import ModelNotes, TurnOptions
 from engine.client import EngineClient, new_request_id
 from engine.protocol import Capabilities, Sampling, Submit
 from storage.records import MessageRecord
@@ -46,7 +47,7 @@ class LoadedModel:
     def entry(self, message: MessageRecord) -> Entry:
         """A stored message for the ledger; its ids count only if this model's tokenizer made them."""
         ids = message.token_ids if message.tokenizer == self.template.identity else None
-        return Entry(message.role, message.text, ids)
+        return Entry(message.role, message.text, ids, message.created_at)
 
     async def compose(self, entries: Sequence[Entry]) -> Composed:
         """Segments and prompt of these messages. Raises TemplateError, PromptTooLong, InvalidText."""
@@ -87,8 +88,9 @@ class LoadedModel:
 class Models:
     """Owns the loaded model's tokenizer and template; reads them once per model, beside the event loop."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, thinking: Policy = "preserve") -> None:
         self._engine = engine
+        self._thinking = thinking
         self._lock = asyncio.Lock()
         self._loaded: LoadedModel | None = None
         self._problem = ""
@@ -97,6 +99,12 @@ class Models:
     def problem(self) -> str:
         """Why the model that the engine serves cannot chat, for people; "" when it can, or when there is none."""
         return self._problem if self._engine.state.phase == "ready" else ""
+
+    @property
+    def notes(self) -> ModelNotes:
+        """What a person should know of the model that the engine serves."""
+        loaded = self._loaded if self._engine.state.phase == "ready" else None
+        return loaded.template.notes if loaded else ModelNotes()
 
     async def get(self) -> LoadedModel:
         """The loaded model. Raises NotReady while there is none, UnusableModel when it cannot chat."""
@@ -107,7 +115,7 @@ class Models:
         async with self._lock:
             if self._loaded is None or self._loaded.capabilities != capabilities:
                 try:
-                    self._loaded, self._problem = await asyncio.to_thread(_load, capabilities), ""
+                    self._loaded, self._problem = await asyncio.to_thread(_load, capabilities, self._thinking), ""
                 except UnusableModel as error:
                     self._problem = error.message
                     raise
@@ -132,6 +140,6 @@ def not_ready_sentence(phase: str, stage: str, message: str) -> str:
     return message or f"The engine is {phase}."
 
 
-def _load(capabilities: Capabilities) -> LoadedModel:
-    template = ChatTemplate.load(capabilities.model_path)
+def _load(capabilities: Capabilities, thinking: Policy) -> LoadedModel:
+    template = ChatTemplate.load(capabilities.model_path, thinking)
     return LoadedModel(capabilities, template, recommended(capabilities.model_path, capabilities.model_name))

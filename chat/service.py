@@ -18,10 +18,12 @@ from chat.conversation import Asked, Conversations, title_of
 from chat.errors import EmptyMessage, SessionNotFound, SystemPromptFixed, check_text
 from chat.model import Models
 from chat.templates import Entry
+from chat.thinking import Policy
 from chat.turns import SAVE_SECONDS, LiveTurn
-from chat.views import Figures, MessageView, SessionDetail, SessionView, TurnOptions
-from engine.client import EngineClient, EngineState
+from chat.views import Figures, MessageView, ModelNotes, SessionDetail, SessionView, TurnOptions
+from engine.client import EngineClient
 from engine.errors import EngineUnavailable
+from engine.state import EngineState
 from storage.errors import StorageError
 from storage.records import MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
 from storage.store import Store
@@ -45,12 +47,13 @@ class ChatService:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.perf_counter,
         save_seconds: float = SAVE_SECONDS,
+        thinking: Policy = "preserve",
     ) -> None:
         self._store = store
         self._engine = engine
         self._clock = clock
         self._timer = timer
-        self._models = Models(engine)
+        self._models = Models(engine, thinking)
         self._conversations = Conversations(store, engine, self._models, timer=timer, save_seconds=save_seconds)
         self._completions = Completions(store, engine, clock=clock, timer=timer)
         self._chores: list[asyncio.Task[None]] = []
@@ -79,6 +82,10 @@ class ChatService:
     def model_problem(self) -> str:
         """Why the model, though the engine serves it, cannot chat (no chat template, …); "" when it can."""
         return self._models.problem
+
+    def model_notes(self) -> ModelNotes:
+        """What a person should know of the model that the engine serves."""
+        return self._models.notes
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 

@@ -33,18 +33,23 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat.encoding import TextEncoder, unused_characters
 from chat.errors import PromptTooLong, TemplateError, UnusableModel
-from chat.views import Role
+from chat.thinking import Policy
+from chat.views import ModelNotes, Role
 
 SHOWN_ROLES = 8  # in an error about the order of messages
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One message as the ledger sees it; `token_ids` None: it has no segment yet (for this tokenizer)."""
+    """One message as the ledger sees it; `token_ids` None: it has no segment yet (for this tokenizer).
+
+    `at`: when it was stored, in seconds since the epoch; None: it is new.
+    """
 
     role: Role
     text: str
     token_ids: tuple[int, ...] | None = None
+    at: float | None = None
 
 
 class ChatTemplate:
@@ -60,6 +65,7 @@ class ChatTemplate:
         self.identity = identity
         self._template = template
         self._special = special
+        self.notes = ModelNotes()
         self._encoder = TextEncoder(tokenizer)
         self.stable = self._probe_stability()
         self._closing = self._probe_closing()
@@ -67,7 +73,7 @@ class ChatTemplate:
         self._preset_ids = self._probe_preset()
 
     @classmethod
-    def load(cls, directory: str | Path) -> ChatTemplate:
+    def load(cls, directory: str | Path, thinking: Policy = "preserve") -> ChatTemplate:
         """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of `directory`.
 
         Raises UnusableModel when a file is missing or damaged, or the template is missing or cannot be rendered.

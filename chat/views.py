@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from chat.thinking import Policy
 from engine.protocol import FinishReason, Sampling
 
 Role = Literal["system", "user", "assistant"]
@@ -15,6 +16,17 @@ Status = Literal["complete", "streaming", "interrupted", "stopped", "failed"]
 TurnState = Literal["waiting", "reading", "writing", "done"]
 
 RETRYABLE_STATUSES: frozenset[Status] = frozenset({"interrupted", "stopped", "failed"})
+
+
+@dataclass(frozen=True)
+class ModelNotes:
+    """What a person should know of the loaded model: a sentence ("": nothing), and what becomes of its reasoning.
+
+    `thinking` None: the model does not mark any reasoning.
+    """
+
+    notice: str = ""
+    thinking: Policy | None = None
 
 
 @dataclass(frozen=True)
