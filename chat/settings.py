@@ -143,19 +143,26 @@ def load_settings(flags: Mapping[str, Any], read_saved: Callable[[Path], Mapping
     `flags` holds the settings given on the command line (None: not given); `read_saved` returns what the app saved in a
     data directory. Raises SettingsError for the first unknown key or bad value.
     """
+    return trace_settings(flags, read_saved)[0]
+
+
+def trace_settings(
+    flags: Mapping[str, Any], read_saved: Callable[[Path], Mapping[str, str]] | None = None
+) -> tuple[Settings, dict[str, str]]:
+    """As `load_settings`, and where each setting that is not left at its default came from, in words for people."""
     given: dict[str, Given] = {}
     _merge(given, {name: Given(value, flag(name)) for name, value in flags.items() if value is not None})
     _merge(given, _from_environment())
     _merge(given, _from_file(given.get("config")))
     settings = _validate(given)
-    if read_saved is None:
-        return settings
-    saved = read_saved(settings.data_dir)
-    _merge(
-        given,
-        {name: Given(saved[name], "the value saved in the app") for name in _known(NOT_SAVED) if name in saved},
-    )
-    return _validate(given)
+    if read_saved is not None:
+        saved = read_saved(settings.data_dir)
+        _merge(
+            given,
+            {name: Given(saved[name], "the value saved in the app") for name in _known(NOT_SAVED) if name in saved},
+        )
+        settings = _validate(given)
+    return settings, {name: value.origin for name, value in given.items()}
 
 
 def _merge(given: dict[str, Given], weaker: Mapping[str, Given]) -> None:

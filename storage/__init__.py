@@ -18,6 +18,7 @@ from storage.errors import (
     UnknownMessage,
     UnknownSession,
 )
+from storage.inspection import DatabaseReport, inspect_database
 from storage.records import KEEP, MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
 from storage.saved import read_saved_settings
 from storage.store import Store
@@ -28,6 +29,7 @@ __all__ = [
     "DatabaseBusy",
     "DatabaseDamaged",
     "DatabaseFailed",
+    "DatabaseReport",
     "DatabaseTooNew",
     "DiskFull",
     "InvalidText",
@@ -43,5 +45,6 @@ __all__ = [
     "UnknownMessage",
     "UnknownSession",
     "UserRecord",
+    "inspect_database",
     "read_saved_settings",
 ]

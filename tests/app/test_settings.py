@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from chat.settings import Settings, SettingsError, default_file, is_loopback, load_settings
+from chat.settings import Settings, SettingsError, default_file, is_loopback, load_settings, trace_settings
 
 
 def complaint(flags: dict[str, object] | None = None, saved: dict[str, str] | None = None) -> str:
@@ -52,6 +52,19 @@ def test_each_setting_is_merged_by_itself(file: Path, monkeypatch: pytest.Monkey
     settings = load_settings({"dtype": "float16", "port": None}, lambda _: {"log_level": "debug"})
     assert (settings.port, settings.model, settings.dtype) == (8001, "from/variable", "float16")
     assert settings.log_level == "debug"
+
+
+def test_each_value_that_is_no_default_has_its_origin(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("port = 8001\n")
+    monkeypatch.setenv("KEEPWARM_MODEL", "from/variable")
+    settings, origins = trace_settings({"dtype": "float16", "port": None}, lambda _: {"log_level": "debug"})
+    assert (settings.port, settings.log_level) == (8001, "debug")
+    assert origins == {
+        "dtype": "--dtype",
+        "model": "KEEPWARM_MODEL",
+        "port": str(file),
+        "log_level": "the value saved in the app",
+    }
 
 
 def test_saved_values_are_read_from_the_directory_that_won(tmp_path: Path, file: Path) -> None:
