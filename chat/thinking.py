@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Literal
 
 Policy = Literal["preserve", "strip"]
-"""Whether the reasoning of earlier replies stays in what the model reads, or is left out when the next message comes."""
+"""Whether the reasoning of earlier replies stays in what the model reads, or leaves it when the next message comes."""
