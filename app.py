@@ -90,6 +90,7 @@ def serve_command(  # noqa: PLR0917 - one parameter per flag
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     device_kv: flags.DeviceKv = None,
+    thinking: flags.Thinking = None,
     browser: flags.Browser = None,
     log_level: flags.LogLevel = None,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
@@ -227,7 +228,7 @@ async def open_web(parts: Parts, settings: Settings, listener: socket.socket) ->
         parts.store = await Store.open(settings.data_dir)
     except StorageError as error:
         raise StartError(str(error)) from error
-    parts.service = ChatService(parts.store, parts.engine)
+    parts.service = ChatService(parts.store, parts.engine, thinking=settings.thinking)
     await parts.service.start()
     parts.server = Server(build_app(parts.service, settings))
     parts.serving = asyncio.create_task(parts.server.serve(sockets=[listener]))

@@ -120,11 +120,14 @@ class _Api:
     def _card(self, name: str, capabilities: Capabilities | None) -> dict[str, Any]:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "keepwarm"}
         if capabilities is not None:
+            notes = self._service.model_notes()
             card["keepwarm"] = {
                 "model": capabilities.model_name,
                 "context_length": capabilities.context_length,
                 "device": capabilities.device,
                 "dtype": capabilities.dtype,
+                "notice": notes.notice or None,
+                "thinking": notes.thinking,
             }
         return card
 

@@ -24,6 +24,7 @@ Model = Annotated[str | None, option("model", "MODEL")]
 Device = Annotated[str | None, option("device", "auto|cpu|cuda|mps")]
 Dtype = Annotated[str | None, option("dtype", "auto|float32|bfloat16|float16")]
 DeviceKv = Annotated[str | None, option("device_kv", "SIZE")]
+Thinking = Annotated[str | None, option("thinking", "preserve|strip")]
 Browser = Annotated[
     bool | None, typer.Option("--browser/--no-browser", help=Settings.model_fields["browser"].description)
 ]

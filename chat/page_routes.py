@@ -71,9 +71,10 @@ async def _events(turn: LiveTurn | None) -> AsyncIterator[bytes]:
 
 def _engine(service: ChatService) -> dict[str, Any]:
     state, problem = service.status(), service.model_problem()
-    can = state.capabilities
+    can, notes = state.capabilities, service.model_notes()
     return {
         "phase": "failed" if problem else state.phase, "stage": state.stage, "done": state.done, "total": state.total,
         "message": problem or state.message,
         "model": can.model_name if can else "", "device": can.device if can else "",
+        "notice": notes.notice, "thinking": notes.thinking or "",
     }  # fmt: skip

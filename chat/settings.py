@@ -55,6 +55,10 @@ class Settings(BaseSettings):
     device_kv: ByteSize | None = Field(
         None, gt=0, description="Memory that holds warm chats, like 256MiB; otherwise room for two full contexts."
     )
+    thinking: Literal["preserve", "strip"] = Field(
+        "preserve",
+        description="Whether the model goes on reading the reasoning of earlier replies, or only their answers.",
+    )
     browser: bool = Field(True, description="Open the page in a browser when it is ready.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="How much the terminal tells."
