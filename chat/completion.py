@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady, StorageFailed, check_text
+from chat.figures import RecentReplies
 from chat.generation import Ended, Engine, Generation, Piece, Reply
 from chat.matching import Match, longest_match
 from chat.model import Composed, LoadedModel
@@ -162,11 +163,13 @@ class Completions:
         *,
         clock: Callable[[], float],
         timer: Callable[[], float] = time.perf_counter,
+        recent: RecentReplies | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
         self._clock = clock
         self._timer = timer
+        self._recent = recent
         self._running: set[asyncio.Task[None]] = set()
         self._hints: LRUCache[tuple[str, str], str] = LRUCache(HINTS)
 
@@ -195,7 +198,13 @@ class Completions:
             self._hints[hint] = session_id
         submit = model.submit(session_id, composed, request.options, usual=PLAIN, salt=user.salt, n=request.n)
         generation = Generation(
-            self._engine, submit, model.template, request.options.stop, started=request.started, timer=self._timer
+            self._engine,
+            submit,
+            model.template,
+            request.options.stop,
+            started=request.started,
+            timer=self._timer,
+            recent=self._recent,
         )
         parent_id = path[stored - 1].id if stored else None
         asking = asyncio.ensure_future(

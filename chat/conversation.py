@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chat.errors import NothingToRetry, SessionBusy, SessionNotFound, StorageFailed
+from chat.figures import RecentReplies
 from chat.generation import Engine, Generation
 from chat.model import Composed, LoadedModel, Models
 from chat.templates import Entry
@@ -46,12 +47,14 @@ class Conversations:
         *,
         timer: Callable[[], float] = time.perf_counter,
         save_seconds: float = SAVE_SECONDS,
+        recent: RecentReplies | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
         self._models = models
         self._timer = timer
         self._save_seconds = save_seconds
+        self._recent = recent
         self._turns: dict[str, LiveTurn] = {}
         self._starting: dict[str, asyncio.Event] = {}  # set when the turn runs, or could not begin
         self._tasks: set[asyncio.Task[LiveTurn]] = set()
@@ -163,7 +166,13 @@ class Conversations:
         session, options = asked.session, asked.options
         submit = model.submit(session.id, composed, options, usual=model.sampling, salt=asked.user.salt)
         generation = Generation(
-            self._engine, submit, model.template, options.stop, started=asked.started, timer=self._timer
+            self._engine,
+            submit,
+            model.template,
+            options.stop,
+            started=asked.started,
+            timer=self._timer,
+            recent=self._recent,
         )
         with _storing(session.id):
             async with generation.begun():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady
+from chat.figures import RecentReplies
 from chat.streaming import Codec, ReplyText
 from chat.views import Figures
 from engine.protocol import Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
@@ -89,7 +90,7 @@ class Reply:
 class Generation:
     """A request and its `submit.n` replies. Iterate `events` once; `error` and `retryable` say how it failed, if so.
 
-    `started` is the time, on `timer`, from which people wait.
+    `started` is the time, on `timer`, from which people wait. `recent` takes note of each reply that ends.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Generation:
         *,
         started: float | None = None,
         timer: Callable[[], float] = time.perf_counter,
+        recent: RecentReplies | None = None,
     ) -> None:
         self.submit = submit
         self.started = timer() if started is None else started
@@ -108,6 +110,7 @@ class Generation:
         self.error: ChatError | None = None
         self._engine = engine
         self._timer = timer
+        self._recent = recent
         self._stop_wanted = False
         self._begun: tuple[EventStream, asyncio.Future[EngineEvent]] | None = None
 
@@ -187,6 +190,9 @@ class Generation:
         piece = reply.content.finish()
         if piece and reply.first_text_at is None:
             reply.first_text_at = self._timer()
+        figures = reply.figures(self.started)
+        if self._recent is not None and figures is not None:
+            self._recent.note(figures, event.usage, self.total_s(), first=event.index == 0)
         return piece
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 from chat.completion import ApiTurn, Completions, Request
 from chat.conversation import Asked, Conversations, title_of
 from chat.errors import EmptyMessage, SessionNotFound, SystemPromptFixed, check_text
+from chat.figures import RecentReplies
 from chat.model import Models
 from chat.templates import Entry
 from chat.thinking import Policy
@@ -23,6 +24,7 @@ from chat.turns import SAVE_SECONDS, LiveTurn
 from chat.views import Figures, MessageView, ModelNotes, SessionDetail, SessionView, TurnOptions
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
+from engine.protocol import Snapshot
 from engine.state import EngineState
 from storage.errors import StorageError
 from storage.records import MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
@@ -39,6 +41,9 @@ class ChatService:
     user: UserRecord
     """The implicit user of a loopback server; there after `start`."""
 
+    recent: RecentReplies
+    """What the last replies cost."""
+
     def __init__(
         self,
         store: Store,
@@ -54,8 +59,11 @@ class ChatService:
         self._clock = clock
         self._timer = timer
         self._models = Models(engine, thinking)
-        self._conversations = Conversations(store, engine, self._models, timer=timer, save_seconds=save_seconds)
-        self._completions = Completions(store, engine, clock=clock, timer=timer)
+        self.recent = RecentReplies(timer)
+        self._conversations = Conversations(
+            store, engine, self._models, timer=timer, save_seconds=save_seconds, recent=self.recent
+        )
+        self._completions = Completions(store, engine, clock=clock, timer=timer, recent=self.recent)
         self._chores: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -78,6 +86,13 @@ class ChatService:
     def status(self) -> EngineState:
         """Where the engine is."""
         return self._engine.state
+
+    async def snapshot(self) -> Snapshot | None:
+        """The engine's gauges and counters; None while there is no engine to ask."""
+        try:
+            return await self._engine.snapshot()
+        except EngineUnavailable:
+            return None
 
     def model_problem(self) -> str:
         """Why the model, though the engine serves it, cannot chat (no chat template, …); "" when it can."""

@@ -14,6 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat.api import api_router
+from chat.figures import figures_router
 from chat.guard import add_guards
 from chat.page import build_page
 from chat.page_assets import FOLDER, PREFIX, style_tag
@@ -47,6 +48,7 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
     app.add_middleware(PageHeaders)
     app.include_router(api_router(service))
     app.include_router(page_router(service))
+    app.include_router(figures_router(service))
     app.mount(PREFIX, StaticFiles(directory=FOLDER), name="page-assets")
     gr.mount_gradio_app(
         app,

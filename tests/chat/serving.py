@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from chat.api import api_router
+from chat.figures import figures_router
 from chat.guard import add_guards
 from chat.page_routes import page_router
 from chat.service import ChatService
@@ -29,6 +30,7 @@ async def serving(service: ChatService) -> AsyncIterator[str]:
     add_guards(app, Bound())
     app.include_router(api_router(service))
     app.include_router(page_router(service))
+    app.include_router(figures_router(service))
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="off"))
     task = asyncio.create_task(server.serve([listener]))
