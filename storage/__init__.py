@@ -19,7 +19,7 @@ from storage.errors import (
     UnknownSession,
 )
 from storage.inspection import DatabaseReport, inspect_database
-from storage.records import KEEP, MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
+from storage.records import KEEP, MessageRecord, ModelRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
 from storage.saved import read_saved_settings
 from storage.store import Store
 
@@ -36,6 +36,7 @@ __all__ = [
     "InvalidValue",
     "MessageRecord",
     "MigrationFailed",
+    "ModelRecord",
     "SessionRecord",
     "SessionSummary",
     "StorageError",

@@ -45,6 +45,20 @@ class UserRow(Base):
     created_at: Mapped[float]
 
 
+class ModelRow(Base):
+    """A model that was loaded once, by the source and adapter ("": none) that a person named."""
+
+    __tablename__ = "models"
+    __table_args__ = (UniqueConstraint("source", "adapter"),)
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    source: Mapped[str]
+    adapter: Mapped[str]
+    created_at: Mapped[float]
+    used_at: Mapped[float]
+
+
 class SessionRow(Base):
     """A conversation: a tree of messages and the leaf it stands at."""
 
@@ -63,6 +77,7 @@ class SessionRow(Base):
     leaf_id: Mapped[str | None] = mapped_column(
         ForeignKey("messages.id", ondelete="SET NULL", use_alter=True), index=True
     )
+    model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id", ondelete="SET NULL"), index=True)
     title: Mapped[str]
     system_prompt: Mapped[str]
 

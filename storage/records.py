@@ -41,6 +41,18 @@ class UserRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """A model that was loaded once. `source` and `adapter` ("": none) are what was named, `name` is unique."""
+
+    id: str
+    name: str
+    source: str
+    adapter: str
+    created_at: float
+    used_at: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class SessionSummary:
     """A session as a list shows it: no system prompt and no message text was read for it."""
 
@@ -58,9 +70,10 @@ class SessionSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionRecord(SessionSummary):
-    """A session in full."""
+    """A session in full. `model_id` None: it has not chatted with any, or that one was forgotten."""
 
     system_prompt: str
+    model_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ def insert_session(db: Session, record: SessionRecord) -> SessionRecord:
             leaf_id=record.leaf_id,
             title=record.title,
             system_prompt=record.system_prompt,
+            model_id=record.model_id,
         )
     )
     db.flush()
@@ -59,7 +60,7 @@ def insert_session(db: Session, record: SessionRecord) -> SessionRecord:
 
 def find_session(db: Session, user_id: str, session_id: str) -> SessionRecord | None:
     """The session, if it is this user's."""
-    statement = select(*_SUMMARY, SessionRow.system_prompt).where(
+    statement = select(*_SUMMARY, SessionRow.system_prompt, SessionRow.model_id).where(
         SessionRow.id == session_id, SessionRow.user_id == user_id
     )
     row = db.execute(statement).one_or_none()

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from storage import messages, saved, sessions
+from storage import catalog, messages, saved, sessions
 from storage.database import READERS, Database
 from storage.deletion import mark_scrub_due, scrub_if_due
 from storage.errors import StoreClosed
@@ -26,6 +26,7 @@ from storage.records import (
     KEEP,
     Keep,
     MessageRecord,
+    ModelRecord,
     Origin,
     Role,
     SessionRecord,
@@ -103,6 +104,7 @@ class Store:
         system_prompt: str = "",
         origin: Origin = "chat",
         expires_at: float | None = None,
+        model_id: str | None = None,
     ) -> SessionRecord:
         """A new, empty session of this user."""
         now = self._clock()
@@ -116,6 +118,7 @@ class Store:
             updated_at=now,
             leaf_id=None,
             expires_at=expires_at,
+            model_id=model_id,
         )
         return await self._write(lambda db: sessions.insert_session(db, record))
 
@@ -145,6 +148,7 @@ class Store:
         title: str | Keep = KEEP,
         system_prompt: str | Keep = KEEP,
         leaf_id: str | Keep | None = KEEP,
+        model_id: str | Keep | None = KEEP,
         expires_at: float | Keep | None = KEEP,
         touch: bool = True,
     ) -> SessionRecord | None:
@@ -152,7 +156,13 @@ class Store:
 
         None when it is not this user's. UnknownMessage when `leaf_id` is no message of the session.
         """
-        given = {"title": title, "system_prompt": system_prompt, "leaf_id": leaf_id, "expires_at": expires_at}
+        given = {
+            "title": title,
+            "system_prompt": system_prompt,
+            "leaf_id": leaf_id,
+            "model_id": model_id,
+            "expires_at": expires_at,
+        }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not KEEP}
         if touch:
             changes["updated_at"] = self._clock()
@@ -189,6 +199,26 @@ class Store:
         if found:  # a job of its own, so that deletions that came together share it
             await asyncio.get_running_loop().run_in_executor(self._writer, scrub_if_due, self._database)
         return found
+
+    # Models
+
+    async def save_model(self, *, name: str, source: str, adapter: str = "") -> ModelRecord:
+        """The model of this source and adapter, made now if it is new; `name` gets a number where it is taken."""
+        now = self._clock()
+        return await self._write(lambda db: catalog.save_model(db, name, source, adapter, now))
+
+    async def models(self) -> list[ModelRecord]:
+        """All models that were loaded once, the last used first."""
+        return await self._read(catalog.list_models)
+
+    async def touch_model(self, model_id: str) -> None:
+        """Note that a model is used now."""
+        now = self._clock()
+        await self._write(lambda db: catalog.touch_model(db, model_id, now))
+
+    async def delete_model(self, model_id: str) -> bool:
+        """Forget a model; its sessions then have none. False when there is no such model."""
+        return await self._write(lambda db: catalog.delete_model(db, model_id))
 
     # Messages
 

@@ -41,6 +41,7 @@ async def fill(store: Store) -> None:
     system = await _say(store, api.id, None, "system", "You are terse.")
     question = await _say(store, api.id, system, "user", "Ping\x00pong?")
     await _say(store, api.id, question, "assistant", "Pong.", finish_reason="stop")
+    await _chats_with_models(store, user)
     await store.save_setting("device_kv", "256MiB")
     await store.save_setting("theme", "dark 🌙")
 
@@ -79,6 +80,15 @@ async def _a_chat_cut_short(store: Store, user: UserRecord) -> None:
     await _say(store, chat.id, more, "assistant", "White space, I s", status="interrupted")
 
 
+async def _chats_with_models(store: Store, user: UserRecord) -> None:
+    """API chats, so that the page's list stays what it was in the revisions before."""
+    for name, source, adapter in (("tiny", "/models/tiny", ""), ("tiny+巴黎", "/models/tiny", "/adapters/巴黎")):
+        model = await store.save_model(name=name, source=source, adapter=adapter)
+        chat = await store.create_session(user.id, origin="api", model_id=model.id)
+        await _say(store, chat.id, None, "user", "Which are you?")
+    await store.save_model(name="tiny", source="owner/tiny")
+
+
 async def _say(store: Store, session_id: str, parent_id: str | None, role: Any, text: str, **more: Any) -> str:
     message = await store.add_message(
         session_id, parent_id=parent_id, role=role, text=text, token_ids=ids(text), tokenizer="smollm2", **more
@@ -106,6 +116,7 @@ async def describe(store: Store) -> dict[str, Any]:
     whole = {
         "user": dataclasses.asdict(user) | {"salt": user.salt.hex()},
         "chats": chats,
+        "models": [dataclasses.asdict(model) for model in await store.models()],
         "settings": await store.saved_settings(),
     }
     return json.loads(json.dumps(whole))  # type: ignore[no-any-return]

@@ -1,7 +1,5 @@
 """A look at a database says what is there, and changes nothing."""
 
-
-
 from __future__ import annotations
 
 import shutil

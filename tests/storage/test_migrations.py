@@ -65,7 +65,7 @@ def test_models_and_migrations_agree(tmp_path: Path) -> None:
     Base.metadata.create_all(modelled)
     ours, theirs = inspect(migrated), inspect(modelled)
     names = sorted(set(ours.get_table_names()) - {"alembic_version"})
-    assert names == ["message_tokens", "messages", "sessions", "settings", "turns", "users"]
+    assert names == ["message_tokens", "messages", "models", "sessions", "settings", "turns", "users"]
     for name in names:  # what compare_metadata does not compare
         for part in ("get_check_constraints", "get_foreign_keys", "get_unique_constraints", "get_pk_constraint"):
             key = str

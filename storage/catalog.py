@@ -1,0 +1,50 @@
+"""The queries about models that were loaded. Each takes an open transaction; none knows threads or connections."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from sqlalchemy import delete, select, update
+from sqlalchemy.orm import Session
+
+from storage.models import ModelRow
+from storage.records import ModelRecord, new_id
+
+_MODEL = [ModelRow.__table__.c[name] for name in ModelRecord.__dataclass_fields__]
+
+
+def save_model(db: Session, name: str, source: str, adapter: str, now: float) -> ModelRecord:
+    """The model of this source and adapter, used `now`; a new one gets `name`, with a number where that is taken."""
+    statement = select(ModelRow).where(ModelRow.source == source, ModelRow.adapter == adapter)
+    row = db.scalar(statement)
+    if row is None:
+        row = ModelRow(
+            id=new_id(), name=_free_name(db, name), source=source, adapter=adapter, created_at=now, used_at=now
+        )
+        db.add(row)
+    row.used_at = now
+    db.flush()
+    return ModelRecord(**{name: getattr(row, name) for name in ModelRecord.__dataclass_fields__})
+
+
+def list_models(db: Session) -> list[ModelRecord]:
+    """All of them, the last used first."""
+    statement = select(*_MODEL).order_by(ModelRow.used_at.desc(), ModelRow.id)
+    return [ModelRecord(**row._mapping) for row in db.execute(statement)]
+
+
+def touch_model(db: Session, model_id: str, now: float) -> None:
+    """Note that it is used `now`."""
+    db.execute(update(ModelRow).where(ModelRow.id == model_id).values(used_at=now))
+
+
+def delete_model(db: Session, model_id: str) -> bool:
+    """Forget it; its sessions then have none. False when there is none."""
+    return db.execute(delete(ModelRow).where(ModelRow.id == model_id)).rowcount > 0  # type: ignore[attr-defined,no-any-return]
+
+
+def _free_name(db: Session, name: str) -> str:
+    taken = set(db.scalars(select(ModelRow.name)))
+    if name not in taken:
+        return name
+    return next(numbered for number in count(2) if (numbered := f"{name} ({number})") not in taken)
