@@ -3,9 +3,10 @@
 The web side needs only the names below; none of them imports torch.
 """
 
-from engine.client import EngineClient, EngineState, new_request_id
+from engine.client import EngineClient, new_request_id
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable, ModelLoadError
+from engine.state import EngineState, LoadState
 
 __all__ = [
     "EngineClient",
@@ -13,6 +14,7 @@ __all__ = [
     "EngineError",
     "EngineState",
     "EngineUnavailable",
+    "LoadState",
     "ModelLoadError",
     "new_request_id",
 ]

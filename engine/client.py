@@ -15,12 +15,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from engine.channel import Channel
 from engine.config import EngineConfig
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, ModelLoadError
 from engine.hosting import process_channel, thread_channel
 from engine.protocol import (
     Cancel,
@@ -35,8 +35,11 @@ from engine.protocol import (
     Event,
     Finished,
     GetSnapshot,
+    Load,
+    Loaded,
     LoadFailed,
     Loading,
+    LoadRefused,
     Phase,
     Progress,
     Ready,
@@ -49,6 +52,7 @@ from engine.protocol import (
     decode_events,
     encode,
 )
+from engine.state import EngineState, LoadState
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +60,8 @@ CLOSE_SECONDS = 1.0  # how long the engine may take to end by itself
 CRASHES, CRASH_WINDOW_S = 3, 120.0  # that many deaths in that time, and it is not started again
 
 StreamEvent = Progress | Tokens | Finished | Rejected
-Answer = Dropped | Estimated | Snapshot | Checked
-A = TypeVar("A", Dropped, Estimated, Snapshot, Checked)
-
-
-@dataclass(frozen=True)
-class EngineState:
-    """Where the engine is. `stage` with `done` of `total` says how far a load has come (total 0: unknown).
-
-    `message` says why it failed or restarts; `capabilities` are there once it is ready.
-    """
-
-    phase: Phase
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-    message: str = ""
-    capabilities: Capabilities | None = None
+Answer = Loaded | LoadRefused | Dropped | Estimated | Snapshot | Checked
+A = TypeVar("A", Loaded, Dropped, Estimated, Snapshot, Checked)
 
 
 class EngineClient:
@@ -91,6 +80,8 @@ class EngineClient:
         self._changed = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[StreamEvent]] = {}
         self._calls: dict[str, asyncio.Future[Answer]] = {}
+        self._loads: dict[str, LoadState] = {}
+        self._serves: set[str] = set()
         self._numbers = itertools.count()
         self._crashes: deque[float] = deque(maxlen=CRASHES)
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,6 +95,10 @@ class EngineClient:
     def state(self) -> EngineState:
         """The state now; `watch` follows it."""
         return self._state
+
+    def serves(self, fingerprint: str) -> bool:
+        """Whether this model is served now; a restarted engine serves only the one that it starts with."""
+        return fingerprint in self._serves
 
     @property
     def pid(self) -> int | None:
@@ -185,13 +180,27 @@ class EngineClient:
         """Stop a request, or one sample of it, within one step; it ends with `Finished(reason="cancelled")`."""
         self._send(Cancel(request_id=request_id, index=index))
 
+    async def load(self, model: str, adapter: str | None = None, dtype: str = "auto") -> Capabilities:
+        """Have another model served, or find out that it is. Takes from milliseconds to minutes; `state.loads` tells.
+
+        Raises `ModelLoadError` when it cannot be, `EngineUnavailable` when the engine is not ready or dies meanwhile.
+        """
+        call = Load(call_id=self._call_id(), model=model, adapter=adapter, dtype=dtype)
+        try:
+            return (await self._call(call, Loaded)).capabilities
+        finally:
+            self._note_load(call.call_id, None)
+
     async def drop(self, session_id: str) -> Dropped:
         """Forget every block that only this session holds."""
         return await self._call(Drop(call_id=self._call_id(), session_id=session_id), Dropped)
 
-    async def estimate(self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0) -> Estimated:
+    async def estimate(
+        self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = ""
+    ) -> Estimated:
         """What a prompt would find in the cache now."""
-        call = Estimate(call_id=self._call_id(), token_ids=token_ids, salt=salt, shared_len=shared_len)
+        call_id = self._call_id()
+        call = Estimate(call_id=call_id, model=model, token_ids=token_ids, salt=salt, shared_len=shared_len)
         return await self._call(call, Estimated)
 
     async def snapshot(self) -> Snapshot:
@@ -207,16 +216,20 @@ class EngineClient:
     def _call_id(self) -> str:
         return f"call-{next(self._numbers)}"
 
-    async def _call(self, command: Drop | Estimate | GetSnapshot | Check, answer: type[A]) -> A:
+    async def _call(self, command: Load | Drop | Estimate | GetSnapshot | Check, answer: type[A]) -> A:
         if self._state.phase != "ready":
             raise EngineUnavailable(self._not_ready("").message)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[command.call_id] = future
+        if isinstance(command, Load):
+            self._note_load(command.call_id, LoadState(command.model))
         try:
             self._send(command)
             result = await future
         finally:
             del self._calls[command.call_id]
+        if isinstance(result, LoadRefused):
+            raise ModelLoadError(result.message)
         if not isinstance(result, answer):
             raise TypeError(f"{type(command).__name__} was answered by {type(result).__name__}")
         return result
@@ -231,12 +244,21 @@ class EngineClient:
         message = why.get(state.phase) or state.message or f"the engine is {state.phase}"
         return Rejected(request_id=request_id, code="not_ready", message=message, retryable=True)
 
+    def _note_load(self, call_id: str, load: LoadState | None) -> None:
+        """How far a load is; None: it is over."""
+        if load is not None:
+            self._loads[call_id] = load
+        else:
+            self._loads.pop(call_id, None)
+        self._set(self._state)
+
     def _set(self, state: EngineState) -> None:
-        self._state = state
+        self._state = replace(state, loads=tuple(self._loads.values()))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def _spawn(self, phase: Phase, message: str) -> None:
+        self._serves = set()
         self._set(EngineState(phase, stage="starting the engine" if phase == "loading" else "", message=message))
         loop, generation = asyncio.get_running_loop(), object()
         self._ended = ended = asyncio.Event()
@@ -264,13 +286,21 @@ class EngineClient:
 
     def _on_event(self, event: Event) -> None:
         match event:
+            case Loading() if event.call_id in self._loads:
+                load = self._loads[event.call_id]
+                self._note_load(event.call_id, LoadState(load.model, event.stage, event.done, event.total))
+            case Loading() if event.call_id:
+                pass  # whoever asked went away
             case Loading():
                 self._set(replace(self._state, stage=event.stage, done=event.done, total=event.total))
             case Ready():
+                self._serves.add(event.capabilities.fingerprint)
                 self._set(EngineState("ready", capabilities=event.capabilities))
             case LoadFailed():
                 self._set(EngineState("failed", message=event.message))
-            case Dropped() | Estimated() | Snapshot() | Checked():
+            case Loaded() | LoadRefused() | Dropped() | Estimated() | Snapshot() | Checked():
+                if isinstance(event, Loaded):
+                    self._serves.add(event.capabilities.fingerprint)
                 future = self._calls.get(event.call_id)
                 if future is not None and not future.done():
                     future.set_result(event)

@@ -8,7 +8,8 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one engine process.
 
-    `model` is "smollm2" (the embedded default), a Hugging Face directory or hub id, or a GGUF file. `device` is auto,
+    `model` is "smollm2" (the embedded default), a Hugging Face directory or hub id, or a GGUF file, `adapter` a LoRA
+    adapter for it (a PEFT directory or hub id). `device` is auto,
     cpu, cuda or mps; `dtype` auto, float32, bfloat16 or float16. `device_kv` is the pool's size in bytes; None takes
     two full contexts, and at least 256 MiB. `block_size` is in tokens. Converted weights are kept in `cache_dir`.
     `threads` is torch's thread count on the CPU; None takes one per core. `max_batch_tokens` bounds one forward pass.
@@ -17,6 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     cache_dir: str
     model: str = "smollm2"
+    adapter: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     device_kv: int | None = None

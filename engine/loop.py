@@ -1,6 +1,6 @@
 """The engine's one thread: drain the inbox → schedule → run → commit → send.
 
-It owns the model, the pool and the scheduler, so none of them needs a lock. Knows commands and events; nothing of
+It owns the models and whatever belongs to them, so none of that needs a lock. Knows commands and events; nothing of
 pipes, processes or text. Whoever hosts it (a process, or a thread in tests) puts frames in and takes events out.
 """
 
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
-from engine.cache.manager import BlockManager
-from engine.cache.pool import KVPool
 from engine.config import EngineConfig
-from engine.errors import EngineError, ModelLoadError
-from engine.model import loading, selfcheck, sources
-from engine.model.runner import ModelRunner
+from engine.errors import ModelLoadError
+from engine.model.sources import Progress
 from engine.protocol import (
     Cancel,
-    Capabilities,
     Check,
     Checked,
     Command,
@@ -32,8 +30,11 @@ from engine.protocol import (
     Estimated,
     Event,
     GetSnapshot,
+    Load,
+    Loaded,
     LoadFailed,
     Loading,
+    LoadRefused,
     Ready,
     Rejected,
     Shutdown,
@@ -41,23 +42,31 @@ from engine.protocol import (
     Start,
     Submit,
 )
-from engine.scheduler import Scheduler
+from engine.residents import Found, Residents, Wanted
 
-MIN_POOL_BYTES = 256 * 2**20
-WARM_UP_TOKENS = 64
+COMMANDS = [command.__name__ for command in (Load, Submit, Cancel, Drop, Estimate, GetSnapshot, Check)]
 
 log = logging.getLogger(__name__)
 Send = Callable[[Sequence[Event]], None]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A message of the engine to itself: the files of this `Load` are there, or why not."""
+
+    load: Load
+    result: Found | ModelLoadError
 
 
 class Engine:
     """One engine. `inbox` takes commands from any thread; `run` is the loop, and returns after `Shutdown`."""
 
     def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
-        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Command | _Prepared] = queue.SimpleQueue()
         self._send = send
         self._clock = clock
         self._stopping = False
+        self._finding = threading.Lock()  # one model's files at a time: two loads of one model convert it once
 
     def run(self) -> None:
         """Wait for `Start`, load, then serve until `Shutdown`."""
@@ -65,97 +74,65 @@ class Engine:
         if not isinstance(command, Start):
             return
         try:
-            self._load(command.config)
+            self._start(command.config)
         except ModelLoadError as error:
             self._send([LoadFailed(message=str(error))])
             return
         except Exception as error:
-            log.exception("loading failed")
-            self._send([LoadFailed(message=f"loading {command.config.model} failed: {type(error).__name__}: {error}")])
+            self._send([LoadFailed(message=str(_unexpected(command.config.model, error)))])
             return
         while not self._stopping:
             self._drain()
             self._step()
 
-    # --- start ------------------------------------------------------------------------------------------------------
+    # --- loading ----------------------------------------------------------------------------------------------------
 
-    def _load(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig) -> None:
         logging.getLogger().setLevel(config.log_level.upper())
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        loading.choose(config.device, config.dtype)  # a wrong name is said before the weights are converted
-        prepared = sources.prepare(config.model, Path(config.cache_dir), self._progress)
-        self._progress("loading weights")
-        loaded = loading.load(prepared, config.device, config.dtype)
-        shape = selfcheck.probe(loaded)
-        context = loading.context_length(loaded)
-        block_bytes = shape.bytes_per_token(loaded.dtype) * config.block_size
-        pool = _make_pool(loaded, shape, _pool_blocks(config, context, block_bytes), config.block_size)
-        self._progress("checking attention")
-        selfcheck.check(loaded, pool)
-        fingerprint = loading.fingerprint(loaded, config.block_size)
-        self._runner = ModelRunner(loaded, pool)
-        self._manager = BlockManager(
-            total_blocks=pool.blocks,
-            block_size=pool.block_size,
-            fingerprint=bytes.fromhex(fingerprint),
-            copy_tokens=self._runner.copy_tokens,
-        )
-        self._block_bytes = block_bytes
-        vocabulary = loaded.module.get_input_embeddings().num_embeddings
-        self._scheduler = Scheduler(
-            self._manager,
-            context_length=context,
-            vocab_size=vocabulary,
-            max_batch_tokens=config.max_batch_tokens,
-            clock=self._clock,
-        )
-        self._progress("warming up")
-        self._warm_up(vocabulary)
-        self._send(
-            [
-                Ready(
-                    capabilities=Capabilities(
-                        model_name=prepared.name,
-                        model_path=str(prepared.path),
-                        fingerprint=fingerprint,
-                        device=str(loaded.device),
-                        dtype=str(loaded.dtype).removeprefix("torch."),
-                        attention="paged SDPA",
-                        context_length=context,
-                        vocab_size=vocabulary,
-                        eos_ids=loading.eos_ids(loaded),
-                        block_size=pool.block_size,
-                        total_blocks=pool.blocks,
-                        kv_bytes_per_token=shape.bytes_per_token(loaded.dtype),
-                        threads=torch.get_num_threads(),
-                        commands=[c.__name__ for c in (Submit, Cancel, Drop, Estimate, GetSnapshot, Check)],
-                    )
-                )
-            ]
-        )
+        self._residents = Residents(config, self._clock)
+        progress = self._progress("")
+        found = self._residents.find(Wanted(config.model, config.adapter, config.dtype), progress)
+        served = self._residents.bring(found, progress)
+        self._send([Ready(capabilities=served.capabilities(COMMANDS))])
 
-    def _progress(self, stage: str, done: int = 0, total: int = 0) -> None:
-        self._send([Loading(stage=stage, done=done, total=total)])
+    def _progress(self, call_id: str) -> Progress:
+        def tell(stage: str, done: int, total: int) -> None:
+            self._send([Loading(call_id=call_id, stage=stage, done=done, total=total)])
 
-    def _warm_up(self, vocabulary: int) -> None:
-        """A real request through every part, so that no person pays for the first one; it leaves nothing behind."""
-        ids = [(31 * i + 5) % vocabulary for i in range(min(WARM_UP_TOKENS, self._scheduler.context_length - 2))]
-        self._scheduler.submit(Submit(request_id="warm-up", session_id="warm-up", token_ids=ids, max_tokens=2))
-        while not self._scheduler.idle:
-            batch = self._scheduler.schedule()
-            if batch is None:
-                break
-            self._scheduler.commit(batch, self._runner.run(batch))
-        self._scheduler.drop("warm-up")
-        self._runner.steps = self._runner.forwarded_tokens = 0
-        self._scheduler.reset_counters()
+        return tell
+
+    def _find(self, load: Load) -> None:
+        """On a thread of its own, because fetching and converting take minutes in which others chat."""
+        result: Found | ModelLoadError
+        try:
+            with self._finding:
+                wanted = Wanted(load.model, load.adapter, load.dtype)
+                result = self._residents.find(wanted, self._progress(load.call_id))
+        except ModelLoadError as error:
+            result = error
+        except Exception as error:
+            result = _unexpected(load.model, error)
+        self.inbox.put(_Prepared(load, result))
+
+    def _bring(self, prepared: _Prepared) -> Event:
+        call_id = prepared.load.call_id
+        try:
+            if isinstance(prepared.result, ModelLoadError):
+                raise prepared.result
+            served = self._residents.bring(prepared.result, self._progress(call_id))
+        except ModelLoadError as error:
+            return LoadRefused(call_id=call_id, message=str(error))
+        except Exception as error:
+            return LoadRefused(call_id=call_id, message=str(_unexpected(prepared.load.model, error)))
+        return Loaded(call_id=call_id, capabilities=served.capabilities(COMMANDS))
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Handle every command that has arrived; wait for one only when there is nothing to run."""
-        block = self._scheduler.idle
+        block = all(served.scheduler.idle for served in self._residents)
         while not self._stopping:
             try:
                 command = self.inbox.get(block=block)
@@ -167,87 +144,91 @@ class Engine:
                 self._send(events)
 
     def _step(self) -> None:
-        if self._stopping:
-            return
-        try:
-            batch = self._scheduler.schedule()
-            sampled = self._runner.run(batch) if batch is not None else []
-        except (EngineError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
-            log.exception("a step failed")
-            events = self._scheduler.fail(f"the model failed while computing this reply: {error}")
-            if not any(isinstance(event, Rejected) for event in events):
-                raise  # no request can be blamed, so the books are wrong: start again with new ones
-        else:
-            events = self._scheduler.commit(batch, sampled) if batch is not None else self._scheduler.take_events()
-        if events:
-            self._send(events)
+        """One pass of every model that has work."""
+        for served in self._residents:
+            if not self._stopping and not served.scheduler.idle and (events := served.step()):
+                self._send(events)
 
-    def _handle(self, command: Command) -> list[Event]:
+    def _handle(self, command: Command | _Prepared) -> list[Event]:
         match command:
             case Submit():
-                return self._scheduler.submit(command)
+                return self._submit(command)
             case Cancel():
-                return self._scheduler.cancel(command.request_id, command.index)
-            case Drop():
-                blocks, events = self._scheduler.drop(command.session_id)
-                freed = Dropped(call_id=command.call_id, blocks=blocks, bytes=blocks * self._block_bytes)
-                return [*events, freed]
-            case Estimate():
-                found = self._scheduler.estimate(command.token_ids, command.salt, command.shared_len)
-                total = len(command.token_ids)
                 return [
-                    Estimated(
-                        call_id=command.call_id, prompt_tokens=total, device_tokens=found, computed_tokens=total - found
-                    )
+                    event
+                    for served in self._residents
+                    for event in served.scheduler.cancel(command.request_id, command.index)
                 ]
+            case Load():
+                threading.Thread(target=self._find, args=(command,), name="find-model", daemon=True).start()
+                return []
+            case _Prepared():
+                return [self._bring(command)]
+            case Drop():
+                return self._drop(command)
+            case Estimate():
+                return [self._estimate(command)]
             case GetSnapshot():
                 return [self._snapshot(command.call_id)]
             case Check():
-                return [Checked(call_id=command.call_id, violations=self._scheduler.violations())]
+                broken = [violation for served in self._residents for violation in served.scheduler.violations()]
+                return [Checked(call_id=command.call_id, violations=[*broken, *self._residents.violations()])]
             case Shutdown():
                 self._stopping = True
                 return []
             case Start():
                 raise AssertionError("Start came twice")
 
+    def _submit(self, submit: Submit) -> list[Event]:
+        served = self._residents.get(submit.model)
+        if served is None:
+            message = "the model of this chat is not loaded; load it and try again"
+            return [Rejected(request_id=submit.request_id, code="no_model", message=message, retryable=True)]
+        try:
+            self._residents.use(served, self._progress(""))
+        except ModelLoadError as error:
+            return [Rejected(request_id=submit.request_id, code="no_model", message=str(error), retryable=True)]
+        return served.scheduler.submit(submit)
+
+    def _drop(self, drop: Drop) -> list[Event]:
+        events: list[Event] = []
+        blocks = size = 0
+        for served in self._residents:
+            freed, ended = served.scheduler.drop(drop.session_id)
+            blocks, size = blocks + freed, size + freed * served.measures.block_bytes
+            events += ended
+        return [*events, Dropped(call_id=drop.call_id, blocks=blocks, bytes=size)]
+
+    def _estimate(self, estimate: Estimate) -> Estimated:
+        served = self._residents.get(estimate.model)
+        found = served.scheduler.estimate(estimate.token_ids, estimate.salt, estimate.shared_len) if served else 0
+        total = len(estimate.token_ids)
+        return Estimated(
+            call_id=estimate.call_id, prompt_tokens=total, device_tokens=found, computed_tokens=total - found
+        )
+
     def _snapshot(self, call_id: str) -> Snapshot:
+        models = list(self._residents)
+        fields = [served.scheduler.snapshot_fields() for served in models]
+        tokens: Counter[str] = Counter()
+        for field in fields:
+            tokens.update(field.pop("session_tokens"))
         return Snapshot(
             call_id=call_id,
-            block_bytes=self._block_bytes,
-            steps=self._runner.steps,
-            forwarded_tokens=self._runner.forwarded_tokens,
-            **self._scheduler.snapshot_fields(),
+            models=[served.usage() for served in models],
+            budget_bytes=self._residents.budget,
+            pool_bytes=sum(served.pool_bytes for served in models),
+            used_bytes=sum(
+                (field["leased_blocks"] + field["idle_blocks"]) * served.measures.block_bytes
+                for served, field in zip(models, fields, strict=True)
+            ),
+            steps=sum(served.runner.steps for served in models),
+            forwarded_tokens=sum(served.runner.forwarded_tokens for served in models),
+            session_tokens=dict(tokens),
+            **{name: sum(field[name] for field in fields) for name in fields[0]},
         )
 
 
-def _make_pool(loaded: loading.LoadedModel, shape: selfcheck.KVShape, blocks: int, block_size: int) -> KVPool:
-    """The pool. Raises `ModelLoadError` when there is not that much memory."""
-    try:
-        return KVPool(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
-    except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
-        size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
-        raise ModelLoadError(
-            f"{loaded.device} has no {size} bytes for the KV pool: choose a smaller device_kv"
-        ) from error
-
-
-def _pool_blocks(config: EngineConfig, context: int, block_bytes: int) -> int:
-    """Blocks that the budget buys. Raises `ModelLoadError` when it buys fewer than two."""
-    if config.device_kv is None:
-        contexts = 2 * -(-context // config.block_size)
-        return max(contexts, MIN_POOL_BYTES // block_bytes)
-    blocks = config.device_kv // block_bytes
-    if blocks < 2:
-        raise ModelLoadError(
-            f"device_kv of {config.device_kv} bytes holds {blocks} blocks; this model needs at least two, "
-            f"{2 * block_bytes} bytes"
-        )
-    return blocks
+def _unexpected(model: str, error: Exception) -> ModelLoadError:
+    log.error("loading failed", exc_info=error)
+    return ModelLoadError(f"loading {model} failed: {type(error).__name__}: {error}")

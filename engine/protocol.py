@@ -18,7 +18,7 @@ type_ = "type"  # the field that names a message's class on the wire
 
 Phase = Literal["loading", "ready", "restarting", "failed", "stopped"]
 FinishReason = Literal["stop", "length", "cancelled"]
-RejectCode = Literal["invalid", "too_long", "never_fits", "engine_died", "not_ready", "internal"]
+RejectCode = Literal["invalid", "no_model", "too_long", "never_fits", "engine_died", "not_ready", "internal"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field=type_):
@@ -53,14 +53,29 @@ class Start(Message, frozen=True, kw_only=True):
     config: EngineConfig
 
 
+class Load(Message, frozen=True, kw_only=True):
+    """Serve another model beside those that are served already. Answered by `Loaded` or `LoadRefused`.
+
+    `model`, `adapter` and `dtype` are what they are in `EngineConfig`. While it loads, `Loading` with the `call_id`
+    tells how far it is; requests to other models go on, but for the seconds in which the weights are read.
+    """
+
+    call_id: str
+    model: str
+    adapter: str | None = None
+    dtype: str = "auto"
+
+
 class Submit(Message, frozen=True, kw_only=True):
     """Read `token_ids` and write up to `max_tokens` more, `n` times.
 
     The first `shared_len` tokens belong to a preset that all users share; blocks that hold any later token are hashed
     with `salt`. `stop_ids` end a sample; the stopping id is delivered as its last token. Higher `priority` goes first.
+    `model` is a served model's fingerprint; "" is the one that the engine started with.
     """
 
     request_id: str
+    model: str = ""
     session_id: str
     token_ids: list[int]
     max_tokens: int
@@ -93,6 +108,7 @@ class Estimate(Message, frozen=True, kw_only=True):
     """Ask what a prompt would find in the cache now. Answered by `Estimated`. Changes nothing, not even recency."""
 
     call_id: str
+    model: str = ""
     token_ids: list[int]
     salt: bytes = b""
     shared_len: int = 0
@@ -114,7 +130,7 @@ class Shutdown(Message, frozen=True, kw_only=True):
     """Leave the loop and end the process."""
 
 
-Command = Start | Submit | Cancel | Drop | Estimate | GetSnapshot | Check | Shutdown
+Command = Start | Load | Submit | Cancel | Drop | Estimate | GetSnapshot | Check | Shutdown
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -145,8 +161,12 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loading(Message, frozen=True, kw_only=True):
-    """Progress of the start; `total` 0 means unknown. `stage` is a short phrase for people ("converting weights")."""
+    """Progress of a load; `total` 0 means unknown. `stage` is a short phrase for people ("converting weights").
 
+    `call_id` names the `Load` it belongs to; "" is the start.
+    """
+
+    call_id: str = ""
     stage: str
     done: int = 0
     total: int = 0
@@ -162,6 +182,20 @@ class Ready(Message, frozen=True, kw_only=True):
     """The model is loaded, checked and warmed up."""
 
     capabilities: Capabilities
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """Answer to `Load`: the model is served from now on."""
+
+    call_id: str
+    capabilities: Capabilities
+
+
+class LoadRefused(Message, frozen=True, kw_only=True):
+    """Answer to `Load`: it cannot be served; `message` names the value and the fix. All else goes on."""
+
+    call_id: str
+    message: str
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -238,19 +272,40 @@ class Estimated(Message, frozen=True, kw_only=True):
     computed_tokens: int
 
 
-class Snapshot(Message, frozen=True, kw_only=True):
-    """Answer to `GetSnapshot`: gauges now, counters since the start of the process.
+class ModelUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model's memory. free + leased + idle = total blocks, each of `block_bytes`.
 
-    free + leased + idle = total blocks. `steps` counts forward passes, `forwarded_tokens` the tokens that went through
-    them. `session_tokens` maps a session to the tokens of it that the pool holds (shared ones included).
+    `weights_loaded` false: its weights gave way to another's and come back with its next request.
     """
 
-    call_id: str
+    name: str
+    fingerprint: str
+    weights_loaded: bool
+    weight_bytes: int
+    block_bytes: int
     total_blocks: int
     free_blocks: int
     leased_blocks: int
     idle_blocks: int
-    block_bytes: int
+
+
+class Snapshot(Message, frozen=True, kw_only=True):
+    """Answer to `GetSnapshot`: gauges now, counters since the start of the process, over all `models`.
+
+    free + leased + idle = total blocks; `pool_bytes` of the `budget_bytes` for KV are given to pools, and blocks in use
+    take `used_bytes`. `steps` counts forward passes, `forwarded_tokens` the tokens that went through them.
+    `session_tokens` maps a session to the tokens of it that the pools hold (shared ones included).
+    """
+
+    call_id: str
+    models: list[ModelUsage]
+    budget_bytes: int
+    pool_bytes: int
+    used_bytes: int
+    total_blocks: int
+    free_blocks: int
+    leased_blocks: int
+    idle_blocks: int
     running: int
     waiting: int
     steps: int
@@ -270,7 +325,19 @@ class Checked(Message, frozen=True, kw_only=True):
 
 
 Event = (
-    Loading | LoadFailed | Ready | Progress | Tokens | Finished | Rejected | Dropped | Estimated | Snapshot | Checked
+    Loading
+    | LoadFailed
+    | Ready
+    | Loaded
+    | LoadRefused
+    | Progress
+    | Tokens
+    | Finished
+    | Rejected
+    | Dropped
+    | Estimated
+    | Snapshot
+    | Checked
 )
 
 _encoder = msgspec.msgpack.Encoder()

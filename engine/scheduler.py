@@ -98,7 +98,8 @@ class Scheduler:
     def resize(self, blocks: int, move: Callable[[int, Mapping[int, int]], None]) -> None:
         """Go on with `blocks` blocks: idle ones go where they are too many, `move` (`KVPool.resize`) carries the rest.
 
-        Requests that no longer fit are refused. Raises what `move` raises; then only idle blocks that had to go are gone.
+        Requests that no longer fit are refused. Raises what `move` raises; then only the idle blocks that had to go are
+        gone.
         """
         self._between_steps()
         moved = self._manager.make_fit(blocks)

@@ -15,10 +15,13 @@ from engine.model.sampler import sample
 
 
 class ModelRunner:
-    """Owner of the forward pass. `steps` and `forwarded_tokens` count what went through the model since the start."""
+    """Owner of the forward pass; without its `module` (None) it cannot run.
+
+    `steps` and `forwarded_tokens` count what went through the model since the start.
+    """
 
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
-        self._module = loaded.module
+        self.module = loaded.module
         self._device = loaded.device
         self._pool = pool
         self.steps = 0
@@ -52,7 +55,7 @@ class ModelRunner:
             if row.draws:
                 wanted.append(end - 1)
         paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device)
-        output = self._module(
+        output = self.module(
             input_ids=torch.tensor([ids], device=self._device),
             position_ids=torch.tensor([positions], device=self._device),
             use_cache=False,

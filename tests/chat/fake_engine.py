@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from engine.client import EngineState
 from engine.protocol import Capabilities, Dropped, Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
+from engine.state import EngineState
 
 END = 2
 Script = Callable[[Submit, int], list[int]]

@@ -14,8 +14,8 @@ from chat.model import LoadedModel, Models
 from chat.page import ChatPage
 from chat.service import ChatService
 from chat.templates import Entry
-from engine.client import EngineState
 from engine.protocol import Sampling
+from engine.state import EngineState
 from tests.chat.fake_engine import FakeEngine
 from tests.chat.serving import serving
 

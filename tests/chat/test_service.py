@@ -23,8 +23,8 @@ from chat.errors import (
 from chat.model import DEFAULT_MAX_TOKENS
 from chat.service import ChatService
 from chat.views import TurnOptions
-from engine.client import EngineState
 from engine.protocol import Rejected, Sampling
+from engine.state import EngineState
 from storage.errors import DiskFull
 from tests.chat.fake_engine import END
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.client import EngineClient, EngineState, new_request_id
+from engine.client import EngineClient, new_request_id
 from engine.config import EngineConfig
 from engine.errors import EngineUnavailable
 from engine.protocol import Finished, Progress, Rejected, Sampling, Submit, Tokens
+from engine.state import EngineState
 
 
 def config(model: Path | str, cache: Path, **kwargs) -> EngineConfig:

@@ -1,0 +1,222 @@
+"""One model with all that serves it: its weights, which may be away, and its pool, books and requests, which stay.
+
+It knows nothing of other models, of where models come from, and of pipes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.cache.manager import BlockManager
+from engine.cache.pool import KVPool
+from engine.config import EngineConfig
+from engine.errors import EngineError, ModelLoadError
+from engine.model import loading, selfcheck
+from engine.model.loading import LoadedModel
+from engine.model.runner import ModelRunner
+from engine.protocol import Capabilities, Event, ModelUsage, Rejected, Submit
+from engine.scheduler import Scheduler
+from engine.shares import Holding
+
+MIN_POOL_BYTES = 256 * 2**20
+WARM_UP_TOKENS = 64
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What a loaded model needs and allows, in tokens and bytes."""
+
+    shape: selfcheck.KVShape
+    fingerprint: str
+    context_length: int
+    vocab_size: int
+    block_bytes: int
+    weight_bytes: int
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, block_size: int) -> Measures:
+        """Measure it. Raises `ModelLoadError` for a model that cannot be served."""
+        shape = selfcheck.probe(loaded)
+        return cls(
+            shape=shape,
+            fingerprint=loading.fingerprint(loaded, block_size),
+            context_length=loading.context_length(loaded),
+            vocab_size=loaded.module.get_input_embeddings().num_embeddings,
+            block_bytes=shape.bytes_per_token(loaded.dtype) * block_size,
+            weight_bytes=sum(parameter.nbytes for parameter in loaded.module.parameters()),
+        )
+
+    def usual_bytes(self, block_size: int) -> int:
+        """The pool that serves this model well: two full contexts, and at least `MIN_POOL_BYTES`."""
+        return max(2 * -(-self.context_length // block_size) * self.block_bytes, MIN_POOL_BYTES)
+
+
+class ServedModel:
+    """A model and its requests. Made with weights, checked and warmed up; `unload` and `attach` take and bring them."""
+
+    def __init__(
+        self, loaded: LoadedModel, measures: Measures, blocks: int, config: EngineConfig, clock: Callable[[], float]
+    ) -> None:
+        self.measures = measures
+        self.loaded = loaded
+        self._pool = _make_pool(loaded, measures.shape, blocks, config.block_size)
+        selfcheck.check(loaded, self._pool)
+        self.runner = ModelRunner(loaded, self._pool)
+        manager = BlockManager(
+            total_blocks=blocks,
+            block_size=config.block_size,
+            fingerprint=bytes.fromhex(measures.fingerprint),
+            copy_tokens=self.runner.copy_tokens,
+        )
+        self._manager = manager
+        self.scheduler = Scheduler(
+            manager,
+            context_length=measures.context_length,
+            vocab_size=measures.vocab_size,
+            max_batch_tokens=config.max_batch_tokens,
+            clock=clock,
+        )
+        self._warm_up()
+
+    # --- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """What names it: everything that decides its K and V."""
+        return self.measures.fingerprint
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that its pool has been given."""
+        return self._manager.total_blocks * self.measures.block_bytes
+
+    @property
+    def holding(self) -> Holding:
+        """Bytes of its blocks in use, and of those that requests lease; while it works, it uses all that it has."""
+        leased = self._manager.leased_blocks
+        used = len(self._manager.blocks) if self.scheduler.idle else self._manager.total_blocks
+        return Holding(used * self.measures.block_bytes, leased * self.measures.block_bytes)
+
+    def capabilities(self, commands: list[str]) -> Capabilities:
+        """What the web side is told of it."""
+        loaded, measures = self.loaded, self.measures
+        return Capabilities(
+            model_name=loaded.prepared.name,
+            model_path=str(loaded.prepared.path),
+            fingerprint=measures.fingerprint,
+            device=str(loaded.device),
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            attention="paged SDPA",
+            context_length=measures.context_length,
+            vocab_size=measures.vocab_size,
+            eos_ids=loading.eos_ids(loaded),
+            block_size=self._pool.block_size,
+            total_blocks=self._manager.total_blocks,
+            kv_bytes_per_token=measures.shape.bytes_per_token(loaded.dtype),
+            threads=torch.get_num_threads(),
+            commands=commands,
+        )
+
+    def usage(self) -> ModelUsage:
+        """Where its memory is and what it does now."""
+        counts = self._manager.counts()
+        return ModelUsage(
+            name=self.loaded.prepared.name,
+            fingerprint=self.fingerprint,
+            weights_loaded=self.has_weights,
+            weight_bytes=self.measures.weight_bytes,
+            block_bytes=self.measures.block_bytes,
+            **{name: counts[name] for name in ("total_blocks", "free_blocks", "leased_blocks", "idle_blocks")},
+        )
+
+    # --- weights and room -------------------------------------------------------------------------------------------
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can compute now."""
+        return self.runner.module is not None
+
+    def unload(self) -> None:
+        """Give the weights' memory back; the cache stays. Not while requests run."""
+        self.loaded = replace(self.loaded, module=None)
+        self.runner.module = None
+
+    def attach(self, loaded: LoadedModel) -> None:
+        """Bring the weights back: the same ones, as the fingerprint says."""
+        self.loaded = loaded
+        self.runner.module = loaded.module
+
+    def resize(self, blocks: int) -> None:
+        """Another size of the pool, with what is in it as far as that fits. Raises what torch raises for memory."""
+        if blocks != self._manager.total_blocks:
+            self.scheduler.resize(blocks, self._pool.resize)
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Event]:
+        """One forward pass, and what came of it. Raises when the books themselves are wrong."""
+        try:
+            batch = self.scheduler.schedule()
+            sampled = self.runner.run(batch) if batch is not None else []
+        except (EngineError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+            log.exception("a step failed")
+            events = self.scheduler.fail(_sentence(error))
+            if not any(isinstance(event, Rejected) for event in events):
+                raise  # no request can be blamed, so the books are wrong: start again with new ones
+            return events
+        return self.scheduler.commit(batch, sampled) if batch is not None else self.scheduler.take_events()
+
+    def _warm_up(self) -> None:
+        """A real request through every part, so that no person pays for the first one; it leaves nothing behind."""
+        count = min(WARM_UP_TOKENS, self.scheduler.context_length - 2)
+        ids = [(31 * i + 5) % self.measures.vocab_size for i in range(count)]
+        self.scheduler.submit(Submit(request_id="warm-up", session_id="warm-up", token_ids=ids, max_tokens=2))
+        while not self.scheduler.idle:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                break
+            self.scheduler.commit(batch, self.runner.run(batch))
+        self.scheduler.drop("warm-up")
+        self.runner.steps = self.runner.forwarded_tokens = 0
+        self.scheduler.reset_counters()
+
+
+def in_mib(size: int) -> str:
+    """A size for people, in MiB or GiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:,.0f} MiB"
+
+
+def _sentence(error: Exception) -> str:
+    """Why a step failed, for people."""
+    if isinstance(error, MEMORY_ERRORS) or "not enough memory" in str(error) or "can't allocate memory" in str(error):
+        return (
+            "there was not enough memory to compute this reply. Close other programs or choose a smaller device_kv, "
+            "then try again"
+        )
+    return f"the model failed while computing this reply: {error}"
+
+
+def _make_pool(loaded: LoadedModel, shape: selfcheck.KVShape, blocks: int, block_size: int) -> KVPool:
+    """The pool. Raises `ModelLoadError` when there is not that much memory."""
+    try:
+        return KVPool(
+            layers=shape.layers,
+            blocks=blocks,
+            block_size=block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+    except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+        size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
+        raise ModelLoadError(
+            f"{loaded.device} has no {in_mib(size)} for the KV pool: choose a smaller device_kv"
+        ) from error

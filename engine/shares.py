@@ -1,0 +1,29 @@
+"""How models share one budget of KV memory: pure numbers in, numbers out. Knows no pool and no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a model's pool holds: `used_bytes` in all, of which `leased_bytes` belong to running requests."""
+
+    used_bytes: int
+    leased_bytes: int
+
+
+def split(budget: int, others: Sequence[Holding]) -> tuple[list[int], int]:
+    """What the `others` keep of `budget` bytes, the most recently used first, and what is left for the model in use.
+
+    The others keep what they have used, up to half the budget for all of them together, so that a chat finds its cache
+    again after an hour with another model; running requests keep what they lease whatever that makes.
+    """
+    spare = budget // 2
+    kept = []
+    for holding in others:
+        keep = max(holding.leased_bytes, min(holding.used_bytes, spare))
+        kept.append(keep)
+        spare = max(0, spare - keep)
+    return kept, max(0, budget - sum(kept))
