@@ -1,0 +1,57 @@
+"""What a check finds, as a value: how bad it is, what was looked at, what was seen, and what to do about it.
+
+Knows no check and no way of showing findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warn", "problem"]
+
+
+class DoctorError(Exception):
+    """What was asked cannot be answered at all. `str()` is one line that names the fix."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report. `what` is a word or two, `detail` and `fix` are sentences without a full stop.
+
+    "problem": Keepwarm cannot run, or not as it is set; "warn": it runs, but worse than it could. Both have a `fix`.
+    """
+
+    level: Level
+    what: str
+    detail: str
+    fix: str = ""
+
+
+def ok(what: str, detail: str) -> Finding:
+    """All is well."""
+    return Finding("ok", what, detail)
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0, or 1 when there is a problem."""
+    return int(any(finding.level == "problem" for finding in findings))
+
+
+def guarded(what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """What `check` finds; a check that itself fails is a finding and does not keep the others from being made."""
+    try:
+        return list(check())
+    except Exception as error:
+        detail = f"this check failed: {type(error).__name__}: {' '.join(str(error).split())}"
+        return [Finding("warn", what, detail, "report it, with this line")]
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: 180 MiB, 1.4 GiB."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            value = count / factor
+            return f"{value:,.1f} {unit}" if value < 10 and value != int(value) else f"{value:,.0f} {unit}"
+    return f"{count:,.0f} bytes"
