@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from starlette.routing import compile_path
 
+from chat.bodies import body_of
 from chat.completion import ApiTurn
-from chat.errors import ChatError, InvalidRequest, NotReady
+from chat.errors import ChatError, NotReady, StorageFailed
 from chat.event_stream import EventStream, unless_gone
 from chat.model import not_ready_sentence
 from chat.openai_answers import Answer
-from chat.openai_types import ALIAS, error_body, parse_request, status_of
+from chat.openai_types import ALIAS, parse_request
+from chat.openapi import description
+from chat.refusals import RETRY_AFTER, internal_error, no_such_url, refusal
 from chat.service import ChatService
 from engine.protocol import Capabilities
+from storage.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-MAX_BODY = 32 * 1024 * 1024  # bytes; the longest context is far below it
-RETRY_AFTER = "2"  # seconds
+READING = ["GET", "HEAD"]
+EVERY_METHOD = [*READING, "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 GONE = 499  # a status that nobody receives, for the log
 
 
@@ -33,13 +39,12 @@ def api_router(service: ChatService) -> APIRouter:
     """The routes /v1/..., /healthz and /readyz."""
     router = APIRouter()
     api = _Api(service)
-    router.add_api_route("/v1/chat/completions", api.complete, methods=["POST"], response_model=None)
-    router.add_api_route("/v1/models", api.models, methods=["GET"], response_model=None)
-    router.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"], response_model=None)
-    router.add_api_route("/healthz", api.health, methods=["GET", "HEAD"], response_model=None)
-    router.add_api_route("/readyz", api.ready, methods=["GET", "HEAD"], response_model=None)
-    every = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-    router.add_api_route("/v1/{path:path}", api.unknown, methods=every, response_model=None)
+    for path, (endpoint, methods) in api.routes.items():
+        router.add_api_route(path, endpoint, methods=methods, response_model=None)
+    router.add_api_route("/healthz", api.health, methods=READING, response_model=None)
+    router.add_api_route("/readyz", api.ready, methods=READING, response_model=None)
+    for path in ("/v1", "/v1/{path:path}"):
+        router.add_api_route(path, api.unknown, methods=EVERY_METHOD, response_model=None)
     return router
 
 
@@ -47,10 +52,16 @@ class _Api:
     def __init__(self, service: ChatService) -> None:
         self._service = service
         self._created = int(time.time())
+        self.routes: dict[str, tuple[Callable[..., Awaitable[Response]], list[str]]] = {
+            "/v1/chat/completions": (self.complete, ["POST"]),
+            "/v1/models": (self.models, READING),
+            "/v1/models/{name:path}": (self.model, READING),
+            "/v1/openapi.json": (self.described, READING),
+        }
 
     async def complete(self, request: Request) -> Response:
         try:
-            chat = parse_request(await _body(request))
+            chat = parse_request(await body_of(request))
             capabilities = self._capabilities()
             _check_model(chat.model, capabilities)
             turn = await self._service.complete(
@@ -65,12 +76,15 @@ class _Api:
                 return _gone(turn)
             return JSONResponse(answer.whole())
         except ChatError as error:
-            return _refusal(error)
+            return refusal(error)
+        except StorageError as error:
+            log.error("a completion failed: %s", error)
+            return refusal(StorageFailed(error))
         except ClientDisconnect:
             return Response(status_code=GONE)
         except Exception:
             log.exception("a completion failed")
-            return _refusal(ChatError("Something went wrong inside Keepwarm; the log has the details."))
+            return refusal(internal_error())
 
     async def models(self) -> Response:
         state = self._service.status()
@@ -84,7 +98,7 @@ class _Api:
             if name != ALIAS or capabilities is not None:
                 _check_model(name, self._capabilities())
         except ChatError as error:
-            return _refusal(error)
+            return refusal(error)
         return JSONResponse(self._card(name, capabilities))
 
     async def health(self) -> Response:
@@ -103,13 +117,18 @@ class _Api:
         }
         return JSONResponse(body, status_code=503, headers={"Retry-After": RETRY_AFTER})
 
+    async def described(self) -> Response:
+        return JSONResponse(description())
+
     async def unknown(self, request: Request) -> Response:
-        error = ChatError(
-            f"There is no {request.method} {request.url.path} here; this server has POST /v1/chat/completions and "
-            "GET /v1/models.",
-            code="unknown_url",
-        )
-        return JSONResponse(error_body(error), status_code=404)
+        path = request.scope["path"]
+        for known, (_, methods) in self.routes.items():
+            if compile_path(known)[0].match(path):
+                allowed = ", ".join(methods)
+                complaint = f"{path} takes {allowed}, not {request.method}."
+                return refusal(ChatError(complaint, code="method_not_allowed"), Allow=allowed)
+        there = "this server has POST /v1/chat/completions and GET /v1/models"
+        return refusal(no_such_url(request.method, path, there))
 
     def _capabilities(self) -> Capabilities:
         state = self._service.status()
@@ -137,25 +156,9 @@ def _gone(turn: ApiTurn) -> Response:
     return Response(status_code=GONE)
 
 
-async def _body(request: Request) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise InvalidRequest(f"The body is larger than {MAX_BODY // 2**20} MiB.")
-        parts.append(part)
-    return b"".join(parts)
-
-
 def _check_model(name: str, capabilities: Capabilities) -> None:
     if name not in (capabilities.model_name, ALIAS):
         raise ChatError(
             f"There is no model {name!r} here; this server has {capabilities.model_name!r}, also as {ALIAS!r}.",
             code="model_not_found",
         )
-
-
-def _refusal(error: ChatError) -> Response:
-    status = status_of(error)
-    headers = {"Retry-After": RETRY_AFTER} if status == 503 else None
-    return JSONResponse(error_body(error), status_code=status, headers=headers)

@@ -8,6 +8,8 @@ sentence to show, `retryable` whether the same request may work later without a 
 
 from __future__ import annotations
 
+from storage.errors import DiskFull
+
 
 class ChatError(Exception):
     """Base of all errors that a face shows to whoever asked."""
@@ -137,7 +139,8 @@ class StorageFailed(ChatError):
     retryable = True
 
     def __init__(self, reason: Exception) -> None:
-        super().__init__(f"This could not be stored: {reason}")
+        code = "storage_full" if isinstance(reason, DiskFull) else None
+        super().__init__(f"This could not be stored: {reason}", code=code)
 
 
 def check_text(text: str, what: str) -> str:

@@ -26,7 +26,8 @@ from typing import Any
 
 from chat.completion import ApiTurn
 from chat.generation import Piece
-from chat.openai_types import ChatRequest, error_body, finish_reason
+from chat.openai_types import ChatRequest, finish_reason
+from chat.refusals import error_body
 from engine.protocol import Capabilities
 
 

@@ -6,30 +6,22 @@ any other unknown parameter is ignored, and named in the answer.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from chat.errors import ChatError, InvalidRequest
+from chat.bodies import json_object, wrong_value
+from chat.errors import EmptyMessage, InvalidRequest, check_text
 from chat.templates import Entry
 from chat.views import Role, TurnOptions
 from engine.protocol import Sampling
 
 ALIAS = "default"
 MAX_STOPS = 16
+MAX_MESSAGES, MAX_PARTS = 8192, 1024  # of a request, and of a message; while they are checked everybody waits
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "logprobs", "top_logprobs", "logit_bias", "audio")
 HARMLESS = {"none", "auto", "text", "", False, None}
-STATUS = {
-    "not_ready": 503,
-    "engine_died": 503,
-    "model_not_found": 404,
-    "internal": 500,
-    "engine_error": 500,
-    "storage_failed": 500,
-    "unusable_model": 500,
-}  # everything else is the client's: 400
 
 
 class _Strict(BaseModel):
@@ -46,8 +38,8 @@ class TextPart(_Strict):
 class ChatMessage(_Strict):
     """One message of a request."""
 
-    role: str
-    content: str | list[TextPart] | None = None
+    role: Annotated[str, Field(json_schema_extra={"enum": list(ROLES)})]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
 
 
 class StreamOptions(_Strict):
@@ -60,7 +52,7 @@ class ChatRequest(_Strict):
     """The body of a request; None is OpenAI's default. Sampling beyond OpenAI's follows vLLM's names."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -88,11 +80,17 @@ class ChatRequest(_Strict):
         return sorted(self.model_extra or {})
 
     def entries(self) -> list[Entry]:
-        """The messages for the ledger. Raises InvalidRequest for roles and contents that a text model cannot read."""
-        return [Entry(_role(message, index), _text(message, index)) for index, message in enumerate(self.messages)]
+        """The messages for the ledger.
+
+        Raises InvalidRequest for roles and contents that a text model cannot read, EmptyMessage where nothing is asked.
+        """
+        entries = [Entry(_role(message, index), _text(message, index)) for index, message in enumerate(self.messages)]
+        if entries[-1].role == "user" and not entries[-1].text.strip():
+            raise EmptyMessage
+        return entries
 
     def options(self) -> TurnOptions:
-        """How the reply is to be made. Raises InvalidRequest."""
+        """How the reply is to be made. Raises InvalidRequest and InvalidText."""
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -109,17 +107,14 @@ class ChatRequest(_Strict):
             raise InvalidRequest(f"stop holds {len(stops)} strings; at most {MAX_STOPS} are allowed.", "stop")
         if not all(stops):
             raise InvalidRequest("stop holds an empty string, which would end every reply at once.", "stop")
+        for stop in stops:
+            check_text(stop, "stop string")
         return TurnOptions(sampling, self.max_completion_tokens or self.max_tokens, tuple(stops))
 
 
 def parse_request(body: bytes) -> ChatRequest:
     """The request in `body`. Raises InvalidRequest naming the parameter, the value and what is allowed."""
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidRequest(f"The body must be a JSON object, not {type(data).__name__}.")
+    data = json_object(body)
     for name in UNSUPPORTED:
         if not _is_harmless(data.get(name)):
             raise InvalidRequest(f"{name} is not supported by this server; leave it out.", name)
@@ -129,29 +124,7 @@ def parse_request(body: bytes) -> ChatRequest:
     try:
         return ChatRequest.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = _spelt([part for part in first["loc"] if part not in ("str", "list[TextPart]", "list[str]")])
-        missing = first["type"] == "missing"
-        got = "" if missing else f" (got {_short(first['input'])})"
-        raise InvalidRequest(f"{name}: {first['msg']}{got}.", name) from None
-
-
-def error_body(error: ChatError) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    status = status_of(error)
-    return {
-        "error": {
-            "message": error.message,
-            "type": "server_error" if status >= 500 else "invalid_request_error",
-            "param": getattr(error, "param", None),
-            "code": error.code,
-        }
-    }
-
-
-def status_of(error: ChatError) -> int:
-    """The HTTP status of an error."""
-    return STATUS.get(error.code, 400)
+        raise wrong_value(error.errors(include_url=False)) from None
 
 
 def finish_reason(reason: str | None) -> Literal["stop", "length"]:
@@ -183,13 +156,3 @@ def _text(message: ChatMessage, index: int) -> str:
 
 def _is_harmless(value: object) -> bool:
     return value in ([], {}) or (isinstance(value, str | bool | int | None) and value in HARMLESS)
-
-
-def _spelt(parts: list[Any]) -> str:
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    return name.removeprefix(".")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

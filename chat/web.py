@@ -11,6 +11,7 @@ import gradio as gr
 from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat.api import api_router
@@ -18,8 +19,10 @@ from chat.figures import figures_router
 from chat.guard import add_guards
 from chat.page import build_page
 from chat.page_assets import FOLDER, PREFIX, style_tag
+from chat.page_gate import PageGate
 from chat.page_routes import page_router
 from chat.page_theme import page_theme
+from chat.refusals import add_refusals
 from chat.service import ChatService
 from chat.settings import VERSION, Settings
 
@@ -44,16 +47,19 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
     """The whole application over a service that its caller starts and closes."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     app = FastAPI(title="Keepwarm", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    add_refusals(app)
     add_guards(app, settings)
     app.add_middleware(PageHeaders)
     app.include_router(api_router(service))
     app.include_router(page_router(service))
     app.include_router(figures_router(service))
     app.mount(PREFIX, StaticFiles(directory=FOLDER), name="page-assets")
+    page = build_page(service)
     gr.mount_gradio_app(
         app,
-        build_page(service),
+        page,
         path="/",
+        app_kwargs={"middleware": [Middleware(PageGate, blocks=page)]},
         footer_links=[],
         run_history=False,
         show_error=False,
