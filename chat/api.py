@@ -17,15 +17,15 @@ from starlette.routing import compile_path
 
 from chat.bodies import body_of
 from chat.completion import ApiTurn
-from chat.errors import ChatError, NotReady, StorageFailed
+from chat.errors import ChatError, ModelNotFound, StorageFailed
 from chat.event_stream import EventStream, unless_gone
-from chat.model import not_ready_sentence
+from chat.models import DEFAULT
 from chat.openai_answers import Answer
-from chat.openai_types import ALIAS, parse_request
+from chat.openai_types import parse_request
 from chat.openapi import description
 from chat.refusals import RETRY_AFTER, internal_error, no_such_url, refusal
 from chat.service import ChatService
-from engine.protocol import Capabilities
+from chat.views import ModelView
 from storage.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -62,12 +62,11 @@ class _Api:
     async def complete(self, request: Request) -> Response:
         try:
             chat = parse_request(await body_of(request))
-            capabilities = self._capabilities()
-            _check_model(chat.model, capabilities)
+            hint = request.headers.get("x-session-id")
             turn = await self._service.complete(
-                self._service.user.id, chat.entries(), chat.options(), chat.n or 1, request.headers.get("x-session-id")
+                self._service.user.id, chat.entries(), chat.options(), chat.n or 1, session_hint=hint, model=chat.model
             )
-            answer = Answer(turn, chat, capabilities)
+            answer = Answer(turn, chat)
             if chat.stream:
                 if not await unless_gone(turn.accepted(), request.receive):
                     return _gone(turn)
@@ -87,33 +86,30 @@ class _Api:
             return refusal(internal_error())
 
     async def models(self) -> Response:
-        state = self._service.status()
-        capabilities = state.capabilities
-        names = [capabilities.model_name, ALIAS] if capabilities else [ALIAS]
-        return JSONResponse({"object": "list", "data": [self._card(name, capabilities) for name in names]})
+        models = await self._service.models()
+        cards = [self._card(model.name, model) for model in models]
+        alias = self._card(DEFAULT, next((model for model in models if model.default), None))
+        return JSONResponse({"object": "list", "data": [*cards, alias]})
 
     async def model(self, name: str) -> Response:
-        capabilities = self._service.status().capabilities
         try:
-            if name != ALIAS or capabilities is not None:
-                _check_model(name, self._capabilities())
-        except ChatError as error:
-            return refusal(error)
-        return JSONResponse(self._card(name, capabilities))
+            return JSONResponse(self._card(name, await self._service.model(name)))
+        except ModelNotFound as error:
+            return JSONResponse(self._card(name, None)) if name == DEFAULT else refusal(error)
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        state, problem = self._service.status(), self._service.model_problem()
-        if state.phase == "ready" and not problem:
+        state = self._service.status()
+        if state.phase == "ready":
             return JSONResponse({"status": "ready"})
         body = {
-            "status": "failed" if problem else state.phase,
+            "status": state.phase,
             "stage": state.stage,
             "done": state.done,
             "total": state.total,
-            "message": problem or state.message,
+            "message": state.message,
         }
         return JSONResponse(body, status_code=503, headers={"Retry-After": RETRY_AFTER})
 
@@ -130,23 +126,18 @@ class _Api:
         there = "this server has POST /v1/chat/completions and GET /v1/models"
         return refusal(no_such_url(request.method, path, there))
 
-    def _capabilities(self) -> Capabilities:
-        state = self._service.status()
-        if state.phase != "ready" or state.capabilities is None:
-            raise NotReady(not_ready_sentence(state.phase, state.stage, state.message))
-        return state.capabilities
-
-    def _card(self, name: str, capabilities: Capabilities | None) -> dict[str, Any]:
+    def _card(self, name: str, model: ModelView | None) -> dict[str, Any]:
         card: dict[str, Any] = {"id": name, "object": "model", "created": self._created, "owned_by": "keepwarm"}
-        if capabilities is not None:
-            notes = self._service.model_notes()
+        if model is not None:
             card["keepwarm"] = {
-                "model": capabilities.model_name,
-                "context_length": capabilities.context_length,
-                "device": capabilities.device,
-                "dtype": capabilities.dtype,
-                "notice": notes.notice or None,
-                "thinking": notes.thinking,
+                "model": model.name,
+                "default": model.default,
+                "served": model.served,
+                "context_length": model.context_length or None,
+                "device": model.device or None,
+                "dtype": model.dtype or None,
+                "notice": model.notes.notice or None,
+                "thinking": model.notes.thinking,
             }
         return card
 
@@ -154,11 +145,3 @@ class _Api:
 def _gone(turn: ApiTurn) -> Response:
     turn.abandon()
     return Response(status_code=GONE)
-
-
-def _check_model(name: str, capabilities: Capabilities) -> None:
-    if name not in (capabilities.model_name, ALIAS):
-        raise ChatError(
-            f"There is no model {name!r} here; this server has {capabilities.model_name!r}, also as {ALIAS!r}.",
-            code="model_not_found",
-        )

@@ -59,7 +59,8 @@ class ApiTurn:
     `matched_messages` of the client's messages were found in storage. `error` is set once the engine has failed it.
     """
 
-    def __init__(self, generation: Generation, session_id: str, matched_messages: int) -> None:
+    def __init__(self, generation: Generation, model: LoadedModel, session_id: str, matched_messages: int) -> None:
+        self.model = model
         self.session_id = session_id
         self.matched_messages = matched_messages
         self._generation = generation
@@ -191,7 +192,7 @@ class Completions:
         path = match.path if match else ()
         composed = await model.compose([*(model.entry(message) for message in path), *request.messages[len(path) :]])
         try:
-            session_id, stored = await self._session(user.id, match)
+            session_id, stored = await self._session(user.id, model.id, match)
         except StorageError as error:
             raise StorageFailed(error) from error
         if hint:
@@ -210,20 +211,21 @@ class Completions:
         asking = asyncio.ensure_future(
             self._store_messages(user.id, session_id, parent_id, stored=stored, composed=composed, model=model)
         )
-        turn = ApiTurn(generation, session_id, len(path))
+        turn = ApiTurn(generation, model, session_id, len(path))
         task = turn.start(lambda: self._store_replies(generation, asking, model))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return turn
 
-    async def _session(self, user_id: str, match: Match | None) -> tuple[str, int]:
+    async def _session(self, user_id: str, model_id: str, match: Match | None) -> tuple[str, int]:
         """The session to store in, and how many of the matched messages are there already.
 
         A chat of the page lends its ids, but it is a person's: what an API client goes on with is stored apart.
         """
         if match is not None and match.session.origin == "api":
             return match.session.id, len(match.path)
-        session = await self._store.create_session(user_id, origin="api", expires_at=self._clock() + EXPIRES_SECONDS)
+        expires_at = self._clock() + EXPIRES_SECONDS
+        session = await self._store.create_session(user_id, origin="api", expires_at=expires_at, model_id=model_id)
         return session.id, 0
 
     async def _store_messages(

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat.errors import NothingToRetry, SessionBusy, SessionNotFound, StorageFailed
+from chat.errors import ModelUnavailable, NothingToRetry, SessionBusy, SessionNotFound, StorageFailed
 from chat.figures import RecentReplies
 from chat.generation import Engine, Generation
-from chat.model import Composed, LoadedModel, Models
+from chat.model import Composed, LoadedModel
+from chat.models import Models
 from chat.templates import Entry
 from chat.turns import SAVE_SECONDS, LiveTurn
 from chat.views import TurnOptions
@@ -116,7 +117,7 @@ class Conversations:
 
     async def _send(self, asked: Asked, text: str) -> LiveTurn:
         session = asked.session
-        model = await self._models.get()
+        model = await self._model_of(session)
         path = await self._store.path(session.id)
         system = [Entry("system", session.system_prompt)] if not path and session.system_prompt else []
         composed = await model.compose([*(model.entry(message) for message in path), *system, Entry("user", text)])
@@ -134,14 +135,17 @@ class Conversations:
                     tokenizer=model.template.identity,
                 )
                 parent_id = message.id
-            if not session.title:
-                await self._store.update_session(session.user_id, session.id, title=title_of(text), touch=False)
+            title = session.title or title_of(text)
+            if (title, model.id) != (session.title, session.model_id):
+                await self._store.update_session(
+                    session.user_id, session.id, title=title, model_id=model.id, touch=False
+                )
             return parent_id
 
         return await self._reply(asked, model, composed, store_question)
 
     async def _retry(self, asked: Asked) -> LiveTurn:
-        model = await self._models.get()
+        model = await self._model_of(asked.session)
         path = await self._store.path(asked.session.id)
         while path and path[-1].role == "assistant":
             path.pop()
@@ -154,6 +158,13 @@ class Conversations:
             return question
 
         return await self._reply(asked, model, composed, stored_question)
+
+    async def _model_of(self, session: SessionRecord) -> LoadedModel:
+        """The model that the chat remembers, else the default."""
+        try:
+            return await self._models.get(session.model_id)
+        except ModelUnavailable as error:
+            raise ModelUnavailable(f"{error.message}. Choose another model for this chat to go on.") from error
 
     async def _reply(
         self,

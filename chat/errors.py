@@ -8,6 +8,8 @@ sentence to show, `retryable` whether the same request may work later without a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from storage.errors import DiskFull
 
 
@@ -73,19 +75,22 @@ class NothingToRetry(ChatError):
 class PromptTooLong(ChatError):
     """The conversation with the new message does not fit the model's context. `prompt_tokens` and `limit` in tokens.
 
-    `so_far`: what comes before the message fills it already, so that the rest was not counted.
+    `so_far`: what comes before the message fills it already, so that the rest was not counted. `at_least`: there are
+    surely so many tokens, and they were not counted because of that.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, prompt_tokens: int, limit: int, *, so_far: bool = False) -> None:
+    def __init__(self, prompt_tokens: int, limit: int, *, so_far: bool = False, at_least: bool = False) -> None:
         over = prompt_tokens - limit + 1
+        least = "at least " if at_least else ""
         room = f"but the model's context holds {limit:,} and a reply needs at least one of them"
+        shorten = f"shorten the message by {least}{over:,} {'token' if over == 1 else 'tokens'}"
         super().__init__(
             f"The conversation before this message is at least {prompt_tokens:,} tokens, {room}; start a new chat."
             if so_far
-            else f"The conversation with this message is {prompt_tokens:,} tokens, {room}; shorten the message by "
-            f"{over:,} {'token' if over == 1 else 'tokens'} or start a new chat."
+            else f"The conversation with this message is {least}{prompt_tokens:,} tokens, {room}; {shorten} or start a "
+            "new chat."
         )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
@@ -108,6 +113,22 @@ class UnusableModel(ChatError):
     """The loaded model cannot chat at all: its tokenizer or chat template is missing, damaged or broken."""
 
     code = "unusable_model"
+
+
+class ModelNotFound(ChatError):
+    """There is no model of this name or id here; `known` are the names that there are."""
+
+    code = "model_not_found"
+
+    def __init__(self, name: str, known: Sequence[str] = ()) -> None:
+        there = f" This server has {', '.join(map(repr, known))}, and 'default'." if known else ""
+        super().__init__(f"There is no model {name!r} here.{there}")
+
+
+class ModelUnavailable(ChatError):
+    """A model that is known by name cannot be loaded now; the sentence is the engine's."""
+
+    code = "model_unavailable"
 
 
 class InvalidText(ChatError):

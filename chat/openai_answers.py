@@ -28,7 +28,6 @@ from chat.completion import ApiTurn
 from chat.generation import Piece
 from chat.openai_types import ChatRequest, finish_reason
 from chat.refusals import error_body
-from engine.protocol import Capabilities
 
 
 @dataclass
@@ -37,14 +36,13 @@ class Answer:
 
     turn: ApiTurn
     chat: ChatRequest
-    capabilities: Capabilities
 
     def __post_init__(self) -> None:
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": self.capabilities.model_name,
-            "system_fingerprint": self.capabilities.fingerprint,
+            "model": self.turn.model.name,
+            "system_fingerprint": self.turn.model.capabilities.fingerprint,
         }
 
     def whole(self) -> dict[str, Any]:

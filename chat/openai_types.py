@@ -16,7 +16,6 @@ from chat.templates import Entry
 from chat.views import Role, TurnOptions
 from engine.protocol import Sampling
 
-ALIAS = "default"
 MAX_STOPS = 16
 MAX_MESSAGES, MAX_PARTS = 8192, 1024  # of a request, and of a message; while they are checked everybody waits
 ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

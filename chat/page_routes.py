@@ -7,7 +7,8 @@ tab holds a connection only while it shows a running reply (browsers allow six p
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 from uuid import uuid4
 
@@ -19,6 +20,8 @@ from chat.errors import SessionNotFound
 from chat.page_html import live_reply
 from chat.service import ChatService
 from chat.turns import LiveTurn
+from chat.views import ModelView
+from engine.state import EngineState
 
 PAGE_OF_CHATS, MOST_CHATS = 100, 100_000
 TICK_S = 0.07  # between two updates of a growing reply; the first text and the end go out at once
@@ -31,14 +34,22 @@ def page_router(service: ChatService) -> APIRouter:
 
     @router.get("/page/state")
     async def state(has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS) -> dict[str, Any]:
-        """`server` (a name for this run), `engine`, and `chats` unless the tab `has` this version of them already."""
+        """`server` (a name for this run), `engine`, `models`, `loads` (further models on their way), and `chats` unless
+        the tab `has` this version of them already."""
         chats = await service.sessions(service.user.id, limit + 1)
         shown = [
             {"id": chat.id, "title": chat.title, "updated": chat.updated_at, "running": chat.running}
             for chat in chats[:limit]
         ]
         version = hashlib.sha256(msgspec.json.encode([shown, len(chats)])).hexdigest()[:16]
-        answer: dict[str, Any] = {"server": server, "engine": _engine(service), "version": version}
+        now, models = service.status(), await service.models()
+        answer: dict[str, Any] = {
+            "server": server,
+            "engine": _engine(now, models),
+            "models": [_model(model) for model in models],
+            "loads": [asdict(load) for load in now.loads],
+            "version": version,
+        }
         if version != has:
             answer |= {"chats": shown, "more": len(chats) > limit}
         return answer
@@ -69,12 +80,19 @@ async def _events(turn: LiveTurn | None) -> AsyncIterator[bytes]:
     yield b"event: done\ndata:\n\n"
 
 
-def _engine(service: ChatService) -> dict[str, Any]:
-    state, problem = service.status(), service.model_problem()
-    can, notes = state.capabilities, service.model_notes()
+def _engine(state: EngineState, models: Sequence[ModelView]) -> dict[str, Any]:
+    default = next((model for model in models if model.default), None)
+    can = state.capabilities
     return {
-        "phase": "failed" if problem else state.phase, "stage": state.stage, "done": state.done, "total": state.total,
-        "message": problem or state.message,
-        "model": can.model_name if can else "", "device": can.device if can else "",
-        "notice": notes.notice, "thinking": notes.thinking or "",
+        "phase": state.phase, "stage": state.stage, "done": state.done, "total": state.total,
+        "message": state.message,
+        "model": default.name if default else "", "device": can.device if can else "",
+    }  # fmt: skip
+
+
+def _model(model: ModelView) -> dict[str, Any]:
+    return {
+        "id": model.id, "name": model.name, "source": model.source, "adapter": model.adapter,
+        "default": model.default, "served": model.served,
+        "notice": model.notes.notice, "thinking": model.notes.thinking or "",
     }  # fmt: skip

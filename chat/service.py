@@ -15,13 +15,13 @@ from dataclasses import replace
 
 from chat.completion import ApiTurn, Completions, Request
 from chat.conversation import Asked, Conversations, title_of
-from chat.errors import EmptyMessage, SessionNotFound, SystemPromptFixed, check_text
+from chat.errors import EmptyMessage, ModelNotFound, SessionNotFound, SystemPromptFixed, check_text
 from chat.figures import RecentReplies
-from chat.model import Models
+from chat.models import DEFAULT, Models
 from chat.templates import Entry
 from chat.thinking import Policy
 from chat.turns import SAVE_SECONDS, LiveTurn
-from chat.views import Figures, MessageView, ModelNotes, SessionDetail, SessionView, TurnOptions
+from chat.views import Figures, MessageView, ModelView, SessionDetail, SessionView, TurnOptions
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from engine.protocol import Snapshot
@@ -58,7 +58,7 @@ class ChatService:
         self._engine = engine
         self._clock = clock
         self._timer = timer
-        self._models = Models(engine, thinking)
+        self._models = Models(engine, store, thinking)
         self.recent = RecentReplies(timer)
         self._conversations = Conversations(
             store, engine, self._models, timer=timer, save_seconds=save_seconds, recent=self.recent
@@ -84,8 +84,9 @@ class ChatService:
     # --- the engine's state -----------------------------------------------------------------------------------------
 
     def status(self) -> EngineState:
-        """Where the engine is."""
-        return self._engine.state
+        """Where the engine is: "failed" also where it serves a model that cannot chat (a broken template, …)."""
+        state = self._engine.state
+        return replace(state, phase="failed", message=self._models.problem) if self._models.problem else state
 
     async def snapshot(self) -> Snapshot | None:
         """The engine's gauges and counters; None while there is no engine to ask."""
@@ -94,13 +95,33 @@ class ChatService:
         except EngineUnavailable:
             return None
 
-    def model_problem(self) -> str:
-        """Why the model, though the engine serves it, cannot chat (no chat template, …); "" when it can."""
-        return self._models.problem
+    # --- models -----------------------------------------------------------------------------------------------------
 
-    def model_notes(self) -> ModelNotes:
-        """What a person should know of the model that the engine serves."""
-        return self._models.notes
+    async def models(self) -> list[ModelView]:
+        """The models that chats can be held with, the default first."""
+        return await self._models.views()
+
+    async def model(self, name: str) -> ModelView:
+        """The model of this name, or of "default". Raises ModelNotFound."""
+        return await self._models.view(name)
+
+    async def add_model(self, source: str, adapter: str = "") -> ModelView:
+        """Load a model by its folder, hub id or .gguf file, and remember it; `status().loads` tells how far it is.
+
+        Raises InvalidRequest, InvalidText, NotReady, ModelUnavailable, UnusableModel.
+        """
+        added = await self._models.add(source, adapter)
+        return await self._models.view(added.name)
+
+    async def forget_model(self, model_id: str) -> None:
+        """Take a model from the list; its chats go on with the default. Raises ModelNotFound, InvalidRequest."""
+        await self._models.forget(model_id)
+
+    async def choose_model(self, user_id: str, session_id: str, model_id: str) -> None:
+        """Hold the chat with another model from its next turn on. Raises SessionNotFound, ModelNotFound."""
+        record = await self._owned(user_id, session_id)
+        if record.model_id != await self._known_model(model_id):
+            await self._store.update_session(user_id, session_id, model_id=model_id, touch=False)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -115,7 +136,7 @@ class ChatService:
         path = await self._store.path(session_id)
         turns = await self._store.turns(session_id)
         live = live or self._conversations.live(session_id)
-        capabilities = self._engine.state.capabilities
+        model = self._models.known(record.model_id)
         return SessionDetail(
             id=record.id,
             title=record.title,
@@ -124,13 +145,18 @@ class ChatService:
             system_prompt=record.system_prompt,
             messages=tuple(_message_view(m, turns.get(m.id), live) for m in path if m.role != "system"),
             context_tokens=sum(len(message.token_ids) for message in path),
-            context_length=capabilities.context_length if capabilities else 0,
+            context_length=model.capabilities.context_length if model else 0,
+            model_id=record.model_id,
         )
 
-    async def create_session(self, user_id: str, system_prompt: str | None = None) -> SessionView:
-        """A new, empty chat. Raises InvalidText."""
+    async def create_session(
+        self, user_id: str, system_prompt: str | None = None, model_id: str | None = None
+    ) -> SessionView:
+        """A new, empty chat, with the default model where none is chosen. Raises InvalidText, ModelNotFound."""
         prompt = _prompt_of(system_prompt or "")
-        return self._session_view(await self._store.create_session(user_id, system_prompt=prompt))
+        chosen = await self._known_model(model_id) if model_id else None
+        record = await self._store.create_session(user_id, system_prompt=prompt, model_id=chosen)
+        return self._session_view(record)
 
     async def set_system_prompt(self, user_id: str, session_id: str, system_prompt: str) -> None:
         """Change it in a chat without messages. Raises SessionNotFound, InvalidText, SystemPromptFixed."""
@@ -203,14 +229,17 @@ class ChatService:
         messages: Sequence[Entry],
         options: TurnOptions | None = None,
         n: int = 1,
+        *,
         session_hint: str | None = None,
+        model: str = DEFAULT,
     ) -> ApiTurn:
         """Answer a stateless client's whole chat `n` times. `session_hint` is the client's own name for it.
 
-        Raises NotReady, InvalidRequest, InvalidText, PromptTooLong, TemplateError, UnusableModel.
+        Raises NotReady, ModelNotFound, ModelUnavailable, InvalidRequest, InvalidText, PromptTooLong, TemplateError,
+        UnusableModel.
         """
         request = Request(tuple(messages), options or TurnOptions(), self._timer(), n, session_hint)
-        return await self._completions.begin(self.user, await self._models.get(), request)
+        return await self._completions.begin(self.user, await self._models.named(model), request)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
@@ -219,6 +248,11 @@ class ChatService:
         if record is None or record.origin != "chat":
             raise SessionNotFound(session_id)
         return record
+
+    async def _known_model(self, model_id: str) -> str:
+        if all(model.id != model_id for model in await self._models.views()):
+            raise ModelNotFound(model_id)
+        return model_id
 
     def _session_view(self, record: SessionSummary) -> SessionView:
         return SessionView(record.id, record.title, record.updated_at, self._conversations.is_running(record.id))

@@ -30,6 +30,26 @@ class ModelNotes:
 
 
 @dataclass(frozen=True)
+class ModelView:
+    """A model that a chat can be held with. `source` and `adapter` ("": none) are what was named when it was loaded.
+
+    `default`: the one that the server started with. `served`: the engine knows it now, so that it answers at once;
+    `context_length` (tokens, else 0), `device`, `dtype` and `notes` are known only then.
+    """
+
+    id: str
+    name: str
+    source: str
+    adapter: str = ""
+    default: bool = False
+    served: bool = False
+    context_length: int = 0
+    device: str = ""
+    dtype: str = ""
+    notes: ModelNotes = ModelNotes()
+
+
+@dataclass(frozen=True)
 class TurnOptions:
     """How one reply is to be made.
 
@@ -93,8 +113,8 @@ class SessionDetail:
     """A whole chat along its current path; `messages` has no system message, that text is `system_prompt`.
 
     `context_tokens` is what the path's messages fill of the model's context of `context_length` (0: not known yet).
-    `system_prompt` "" is the model's own default. It can be changed until the first message is sent
-    (`system_prompt_fixed`).
+    `model_id` None: the default model. `system_prompt` "" is the model's own default. It can be changed until the first
+    message is sent (`system_prompt_fixed`).
     """
 
     id: str
@@ -103,6 +123,7 @@ class SessionDetail:
     running: bool
     system_prompt: str
     messages: tuple[MessageView, ...]
+    model_id: str | None = None
     context_tokens: int = 0
     context_length: int = 0
 

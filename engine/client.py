@@ -96,6 +96,11 @@ class EngineClient:
         """The state now; `watch` follows it."""
         return self._state
 
+    @property
+    def config(self) -> EngineConfig:
+        """What the engine is started with."""
+        return self._config
+
     def serves(self, fingerprint: str) -> bool:
         """Whether this model is served now; a restarted engine serves only the one that it starts with."""
         return fingerprint in self._serves

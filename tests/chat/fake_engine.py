@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError
 from engine.protocol import Capabilities, Dropped, Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
 from engine.state import EngineState
 
@@ -41,6 +43,10 @@ class FakeEngine:
             commands=[],
         )
         self.state = EngineState("ready", capabilities=self.capabilities)
+        self.config = EngineConfig(cache_dir="", model="smollm2")
+        self.others: dict[str, Capabilities | str] = {}  # further models by source; a text is why one is refused
+        self.loaded: list[tuple[str, str | None, str]] = []
+        self.served = {self.capabilities.fingerprint}
         self.submits: list[Submit] = []
         self.cancelled: list[str] = []
         self._ended_samples: set[tuple[str, int]] = set()
@@ -60,6 +66,17 @@ class FakeEngine:
         self.state = state
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def serves(self, fingerprint: str) -> bool:
+        return fingerprint in self.served
+
+    async def load(self, model: str, adapter: str | None = None, dtype: str = "auto") -> Capabilities:
+        self.loaded.append((model, adapter, dtype))
+        found = self.others.get(f"{model}+{adapter}" if adapter else model, f"no model {model!r}")
+        if isinstance(found, str):
+            raise ModelLoadError(found)
+        self.served.add(found.fingerprint)
+        return found
 
     async def watch(self) -> AsyncIterator[EngineState]:
         while True:

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from chat.views import TurnOptions
-from engine.client import EngineState
 from engine.protocol import Rejected, Sampling
+from engine.state import EngineState
 from tests.chat.fake_engine import END
 from tests.chat.serving import serving
 
@@ -376,7 +376,7 @@ async def test_while_the_engine_loads(client, http, engine):
     ready = await http.get("/readyz")
     assert ready.status_code == 503
     assert ready.json() == {"status": "loading", "stage": "converting weights", "done": 1, "total": 3, "message": ""}
-    assert [model.id for model in (await client.models.list()).data] == ["default"]
+    assert [model.id for model in (await client.models.list()).data] == ["fake-smollm2", "default"]
     engine.set_state(EngineState("ready", capabilities=engine.capabilities))
     assert (await http.get("/readyz")).json() == {"status": "ready"}
 
@@ -421,7 +421,7 @@ async def test_a_dropped_connection_cancels_its_turn(url, engine, store, service
         else:
             with pytest.raises(httpx.ReadTimeout):
                 await http.post("/v1/chat/completions", json=body, timeout=0.3)
-    await eventually(lambda: engine.cancelled == [engine.submits[0].request_id])
+    await eventually(lambda: engine.submits and engine.cancelled == [engine.submits[0].request_id])
     (record,) = await store.sessions(service.user.id, origin="api")
     async with asyncio.timeout(10):
         while len(path := await store.path(record.id)) < 2:  # noqa: ASYNC110 - another's write

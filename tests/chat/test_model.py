@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from chat.errors import PromptTooLong, UnusableModel
-from chat.model import LoadedModel, Models
+from chat.model import LoadedModel
+from chat.models import Models
 from chat.page import ChatPage
 from chat.service import ChatService
 from chat.templates import Entry
@@ -22,7 +23,7 @@ from tests.chat.serving import serving
 
 @pytest.fixture
 def model(template, engine) -> LoadedModel:
-    return LoadedModel(engine.capabilities, template, Sampling())
+    return LoadedModel(engine.capabilities, template, Sampling(), "m", "fake")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +109,13 @@ async def test_an_order_of_roles_that_the_template_refuses_is_the_clients_fault(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "template_error")
         assert "no system prompts" in error["message"]
-    assert service.model_problem() == ""
+    assert service.status().phase == "ready"
     await service.close()
 
 
-async def test_a_problem_ends_with_the_model_that_had_it(embedded_model, tmp_path):
+async def test_a_problem_ends_with_the_model_that_had_it(embedded_model, tmp_path, store):
     engine = FakeEngine(tmp_path, lambda *_: [])
-    models = Models(engine)  # type: ignore[arg-type]
+    models = Models(engine, store)  # type: ignore[arg-type]
     with pytest.raises(UnusableModel):
         await models.get()
     assert models.problem

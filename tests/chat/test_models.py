@@ -1,0 +1,199 @@
+"""Several models: a chat remembers its own, another can be chosen at any time, and what is not served is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from chat.errors import InvalidRequest, InvalidText, ModelNotFound, ModelUnavailable, NotReady, UnusableModel
+from chat.service import ChatService
+from engine.protocol import Capabilities
+from engine.state import EngineState
+from storage.store import Store
+from tests.chat.fake_engine import FakeEngine
+from tests.chat.serving import serving
+
+
+@pytest.fixture
+def other(engine: FakeEngine, embedded_model: Path, tmp_path: Path) -> Capabilities:
+    """Another model that the engine can load, of another vocabulary as far as anybody can tell."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (embedded_model / name).exists():
+            shutil.copy(embedded_model / name, folder)
+    (folder / "tokenizer.json").write_text((embedded_model / "tokenizer.json").read_text() + "\n")
+    capabilities = msgspec.structs.replace(
+        engine.capabilities, model_name="other", model_path=str(folder), fingerprint="e" * 16, context_length=512
+    )
+    engine.others = {"/models/other": capabilities, "/models/damaged": "no config.json in /models/damaged"}
+    return capabilities
+
+
+async def say(service: ChatService, chat: str, text: str) -> None:
+    await (await service.send(service.user.id, chat, text)).finished()
+
+
+async def test_a_chat_remembers_the_model_it_began_with(service, engine, store, other):
+    chat = await service.create_session(service.user.id)
+    await say(service, chat.id, "one")
+    (default,) = await service.models()
+    assert (default.name, default.default, default.served) == ("fake-smollm2", True, True)
+    assert (await service.session(service.user.id, chat.id)).model_id == default.id
+    added = await service.add_model("/models/other")
+    assert [(model.name, model.default) for model in await service.models()] == [
+        ("fake-smollm2", True),
+        ("other", False),
+    ]
+    await say(service, chat.id, "two")
+    assert [submit.model for submit in engine.submits] == [engine.capabilities.fingerprint] * 2
+    new = await service.create_session(service.user.id, model_id=added.id)
+    await say(service, new.id, "one")
+    assert engine.submits[-1].model == other.fingerprint
+    assert (await service.session(service.user.id, new.id)).context_length == 512
+
+
+async def test_after_a_restart_the_model_of_a_chat_is_loaded_when_it_goes_on(service, engine, store, other):
+    added = await service.add_model("/models/other", "")
+    chat = await service.create_session(service.user.id, model_id=added.id)
+    await say(service, chat.id, "one")
+    await service.close()
+    engine.served = {engine.capabilities.fingerprint}
+    again = ChatService(store, engine)
+    await again.start()
+    assert [(model.name, model.served) for model in await again.models()] == [("other", False), ("fake-smollm2", False)]
+    await say(again, chat.id, "two")
+    assert engine.loaded == [("/models/other", None, "auto")] * 2
+    assert engine.submits[-1].model == other.fingerprint
+    assert [(model.name, model.served) for model in await again.models()] == [("fake-smollm2", True), ("other", True)]
+    await again.close()
+
+
+async def test_switching_there_and_back_finds_the_first_models_tokens_as_they_were(service, engine, other):
+    chat = await service.create_session(service.user.id)
+    await say(service, chat.id, "one")
+    added = await service.add_model("/models/other")
+    await service.choose_model(service.user.id, chat.id, added.id)
+    await say(service, chat.id, "two")
+    (default, _) = await service.models()
+    await service.choose_model(service.user.id, chat.id, default.id)
+    await say(service, chat.id, "three")
+    first, second, third = engine.submits
+    assert [submit.model for submit in engine.submits] == ["f" * 16, "e" * 16, "f" * 16]
+    reply = engine.script(first, 0)
+    assert third.token_ids[: len(first.token_ids) + len(reply)] == [*first.token_ids, *reply]
+    figures = (await service.session(service.user.id, chat.id)).messages[-1].figures
+    assert figures is not None
+    assert figures.reused_tokens >= len(first.token_ids) + len(reply) - 1
+    assert second.token_ids[: len(first.token_ids)] == first.token_ids, "the same text under the other vocabulary"
+
+
+async def test_a_chosen_model_must_exist(service, other):
+    chat = await service.create_session(service.user.id)
+    with pytest.raises(ModelNotFound, match="'nothing'"):
+        await service.choose_model(service.user.id, chat.id, "nothing")
+    with pytest.raises(ModelNotFound):
+        await service.create_session(service.user.id, model_id="nothing")
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        ("", InvalidRequest, "Name a model"),
+        (" \n", InvalidRequest, "Name a model"),
+        ("a\0b", InvalidRequest, "Name a model"),
+        ("half \ud800", InvalidText, "U\\+D800"),
+        ("/models/damaged", ModelUnavailable, "no config.json in /models/damaged"),
+        ("/models/none", ModelUnavailable, "no model '/models/none'"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_not_remembered(service, other, source, error, words):
+    await service._models.get()
+    with pytest.raises(error, match=words):
+        await service.add_model(source)
+    assert [model.name for model in await service.models()] == ["fake-smollm2"]
+
+
+async def test_a_model_that_went_away_is_named_and_another_can_be_chosen(service, engine, other):
+    added = await service.add_model("/models/other")
+    chat = await service.create_session(service.user.id, model_id=added.id)
+    await say(service, chat.id, "one")
+    engine.served.discard(other.fingerprint)
+    engine.others["/models/other"] = "no folder /models/other"
+    with pytest.raises(ModelUnavailable, match=r"'other' cannot be loaded: no folder /models/other. Choose another"):
+        await service.send(service.user.id, chat.id, "two")
+    default = next(model for model in await service.models() if model.default)
+    await service.choose_model(service.user.id, chat.id, default.id)
+    await say(service, chat.id, "two")
+    assert [m.text for m in (await service.session(service.user.id, chat.id)).messages] == ["one", "Fine."] * 1 + [
+        "two",
+        "Fine.",
+    ]
+
+
+async def test_a_forgotten_model_leaves_its_chats_to_the_default(service, engine, other):
+    added = await service.add_model("/models/other")
+    chat = await service.create_session(service.user.id, model_id=added.id)
+    await say(service, chat.id, "one")
+    await service.forget_model(added.id)
+    await say(service, chat.id, "two")
+    assert engine.submits[-1].model == engine.capabilities.fingerprint
+    with pytest.raises(ModelNotFound):
+        await service.forget_model(added.id)
+    (default,) = await service.models()
+    with pytest.raises(InvalidRequest, match="stays in the list"):
+        await service.forget_model(default.id)
+
+
+async def test_a_model_that_cannot_chat_says_so_and_the_default_goes_on(service, engine, other, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(Path(other.model_path), broken)
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no chats, please') }}")
+    engine.others["/models/broken"] = msgspec.structs.replace(
+        other, model_name="broken", model_path=str(broken), fingerprint="d" * 16
+    )
+    with pytest.raises(UnusableModel, match="no chats, please"):
+        await service.add_model("/models/broken")
+    assert service.status().phase == "ready"
+    assert "broken" not in [model.name for model in await service.models()]
+    chat = await service.create_session(service.user.id)
+    await say(service, chat.id, "one")
+
+
+async def test_no_model_is_loaded_while_there_is_no_engine(service, engine, other):
+    engine.set_state(EngineState("restarting", message="The engine stopped unexpectedly; it is being restarted"))
+    with pytest.raises(NotReady, match="starting again"):
+        await service.add_model("/models/other")
+
+
+async def test_clients_name_the_model_they_want(service, engine, store: Store, other):
+    await service.add_model("/models/other")
+    async with serving(service) as url, httpx.AsyncClient(base_url=url) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["fake-smollm2", "other", "default"]
+        assert [model["keepwarm"]["model"] for model in listed] == ["fake-smollm2", "other", "fake-smollm2"]
+        for name, fingerprint, said in (("other", "e", "other"), ("default", "f", "fake-smollm2")):
+            body = {"model": name, "messages": [{"role": "user", "content": f"to {name}"}]}
+            answer = (await http.post("/v1/chat/completions", json=body)).json()
+            assert (answer["model"], answer["system_fingerprint"]) == (said, fingerprint * 16)
+            assert engine.submits[-1].model == fingerprint * 16
+        body = {"model": "gpt-4", "messages": [{"role": "user", "content": "hi"}]}
+        answer = await http.post("/v1/chat/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "model_not_found")
+        assert "'fake-smollm2', 'other', and 'default'" in error["message"]
+        engine.served.discard(other.fingerprint)
+        engine.others["/models/other"] = "no folder /models/other"
+        answer = await http.post("/v1/chat/completions", json=body | {"model": "other"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
+    names = {model.id: model.name for model in await store.models()}
+    remembered = []
+    for listed_session in await store.sessions(service.user.id, origin="api"):
+        record = await store.session(service.user.id, listed_session.id)
+        assert record is not None
+        remembered.append(names[record.model_id or ""])
+    assert sorted(remembered) == ["fake-smollm2", "other"]
