@@ -20,9 +20,8 @@ from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.protocol import Capabilities, Event, ModelUsage, Rejected, Submit
 from engine.scheduler import Scheduler
-from engine.shares import Holding
+from engine.shares import Holding, usual_bytes
 
-MIN_POOL_BYTES = 256 * 2**20
 WARM_UP_TOKENS = 64
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -54,8 +53,8 @@ class Measures:
         )
 
     def usual_bytes(self, block_size: int) -> int:
-        """The pool that serves this model well: two full contexts, and at least `MIN_POOL_BYTES`."""
-        return max(2 * -(-self.context_length // block_size) * self.block_bytes, MIN_POOL_BYTES)
+        """The pool that serves this model well."""
+        return usual_bytes(self.context_length, block_size, self.block_bytes)
 
 
 class ServedModel:

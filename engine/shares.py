@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LEAST_USUAL = 256 * 2**20  # bytes
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -27,3 +29,8 @@ def split(budget: int, others: Sequence[Holding]) -> tuple[list[int], int]:
         kept.append(keep)
         spare = max(0, spare - keep)
     return kept, max(0, budget - sum(kept))
+
+
+def usual_bytes(context_length: int, block_size: int, block_bytes: int) -> int:
+    """The budget that serves a model well where none is set: two full contexts, and at least `LEAST_USUAL`."""
+    return max(2 * -(-context_length // block_size) * block_bytes, LEAST_USUAL)
