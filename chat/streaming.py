@@ -1,13 +1,16 @@
 """Turn the sampled ids of one reply into text as they come, and end the reply at a stop string.
 
 Knows nothing of where ids come from or where text goes. Three promises: no incomplete character is ever given out, no
-part of a stop string is ever given out, and what was given out in total is the decoding of `delivered_ids`.
+part of a stop string is ever given out, and what was given out in total is the decoding of `delivered_ids`, but that a
+model's own marks around its reasoning become those of stored texts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from chat.thinking import Splitter, Writer, overlap
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes that make no character, or not yet one, decode to
 
@@ -65,7 +68,7 @@ class StopStrings:
         if hits:
             self.found, self._held = True, ""
             return text[: min(hits)[1]]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -77,6 +80,13 @@ class StopStrings:
 
 class Codec(Protocol):
     """What a reply needs of the model's tokenizer and template."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Where a reply ends, whatever else is asked."""
+
+    def splitter(self) -> Splitter | None:
+        """What tells the reasoning of one reply from its answer; None where there is none."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of these ids, without control tokens; U+FFFD where bytes make no character."""
@@ -91,23 +101,25 @@ class Codec(Protocol):
 class ReplyText:
     """One reply: ids in, text out, and at the end the ids that stand for exactly that text.
 
-    The first of `stop_ids` ends the reply and is no text, whatever it decodes to.
+    The first of `stop_ids` ends the reply and is no text, whatever it decodes to. Reasoning is in the text as
+    `storage.reasoning` has it.
     """
 
     def __init__(self, codec: Codec, stops: Iterable[str] = (), stop_ids: Iterable[int] = ()) -> None:
         self._codec = codec
         self._detokenizer = Detokenizer(codec.decode)
-        self._stops = StopStrings(stops)
+        self._stops = StopStrings((*codec.stops, *stops))
+        self._splitter = codec.splitter()
+        self._writer = Writer()
         self._stop_ids = frozenset(stop_ids)
         self._end_id: int | None = None
-        self._parts: list[str] = []
+        self._decoded: list[str] = []  # what the ids say, as far as no stop string cut it
+        self._parts = self._decoded if self._splitter is None else []
 
     @property
     def text(self) -> str:
         """All text given out so far."""
-        if len(self._parts) > 1:
-            self._parts = ["".join(self._parts)]
-        return self._parts[0] if self._parts else ""
+        return _joined(self._parts)
 
     @property
     def stopped(self) -> bool:
@@ -133,7 +145,11 @@ class ReplyText:
 
     def finish(self) -> str:
         """The last text, kept back so far as it might have become a stop string."""
-        return self._give(self._stops.flush())
+        text = self._give(self._stops.flush())
+        if self._splitter is not None:
+            self._parts.append(rest := self._writer.write(self._splitter.flush()))
+            text += rest
+        return text
 
     def delivered_ids(self) -> tuple[int, ...]:
         """The ids of the text given out: the sampled ones, as far as all their text was given out.
@@ -142,7 +158,7 @@ class ReplyText:
         turn reads what the person saw. An incomplete character at the end is not part of the reply. The id that ended
         the reply is part of it if the chat template writes that id there; some models have several.
         """
-        ids, ends, text = self._detokenizer.ids, self._detokenizer.ends, self.text
+        ids, ends, text = self._detokenizer.ids, self._detokenizer.ends, _joined(self._decoded)
         count = next((i + 1 for i in reversed(range(len(ids))) if _within(ends[i], len(text))), 0)
         while self._stops.found and count and ends[count - 1] == (ends[count - 2] if count > 1 else 0):
             count -= 1  # a control token in front of the stop string
@@ -155,15 +171,21 @@ class ReplyText:
         return tuple(kept)
 
     def _give(self, piece: str) -> str:
-        if piece:
-            self._parts.append(piece)
-        return piece
+        if not piece:
+            return ""
+        self._decoded.append(piece)
+        if self._splitter is None:
+            return piece
+        self._parts.append(written := self._writer.write(self._splitter.push(piece)))
+        return written
+
+
+def _joined(parts: list[str]) -> str:
+    """The text of `parts`, which become one."""
+    if len(parts) > 1:
+        parts[:] = ["".join(parts)]
+    return parts[0] if parts else ""
 
 
 def _within(end: int | None, length: int) -> bool:
     return end is not None and end <= length
-
-
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

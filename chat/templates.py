@@ -1,7 +1,6 @@
 """Turn chats into token ids: the model's own chat template, and the rules of the token ledger.
 
-Knows nothing of storage, of the engine or of HTTP, and imports no torch: transformers' rendering of Jinja templates is
-used as it is, so that a first turn is what `apply_chat_template` would make of it.
+Knows nothing of storage, of the engine or of HTTP, and imports no torch.
 
 The ledger cuts a chat into one segment per message. Concatenated they are the prompt:
 
@@ -10,8 +9,11 @@ The ledger cuts a chat into one segment per message. Concatenated they are the p
 A reply's segment is what the model sampled, never its text encoded again. What closes a reply (`<|im_end|>\\n`) belongs
 to the user message after it, and only as far as the reply did not sample it. Of messages in a row that are no replies,
 the last carries the tokens of all, and the others are empty; only a system prompt at the beginning has its own. So
-history is never encoded again, and a prompt always begins with exactly the tokens that the engine has seen. Reasoning
-that a template would strip from earlier replies stays in the prompt for the same reason.
+history is never encoded again, and a prompt always begins with exactly the tokens that the engine has seen.
+
+Reasoning is part of a reply's segment. Under "preserve" it stays in the prompt for the same reason, also where the
+template would take it out of earlier replies. Under "strip" the prompt leaves it out, and a reply is opened as the
+template opens those that it has; so each new message goes back to where the reply before it began.
 
 Rendering is one pass over the whole chat, however many messages it has: every reply is put in as a mark, and what the
 template writes between two marks is the text of the segments between those replies.
@@ -19,24 +21,28 @@ template writes between two marks is the text of the segments between those repl
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from chat.encoding import TextEncoder, unused_characters
-from chat.errors import PromptTooLong, TemplateError, UnusableModel
-from chat.thinking import Policy
+from chat.errors import ChatError, PromptTooLong, TemplateError, UnusableModel
+from chat.openings import Openings
+from chat.rendering import PLAIN, PLAIN_STOPS, Renderer
+from chat.template_files import TemplateFiles, beginning_of_texts, read_template_files
+from chat.template_traits import probe
+from chat.thinking import Marks, Policy, Splitter, find_marks, reasoning_tokens
 from chat.views import ModelNotes, Role
+from storage.reasoning import split_reply
 
-SHOWN_ROLES = 8  # in an error about the order of messages
+LARGE = 100_000  # characters; longer texts are not encoded, which takes seconds, where they surely do not fit
+NO_TEMPLATE = (
+    "This model has no chat template; a plain one is used, so replies may be poor. Choose an instruct model for "
+    "chatting."
+)
 
 
 @dataclass(frozen=True)
@@ -55,121 +61,135 @@ class Entry:
 class ChatTemplate:
     """The tokenizer and chat template of one model directory. Immutable after loading; safe to use from threads.
 
-    `identity` names the vocabulary: token ids of a stored message mean something only under the same one.
-    `stable` says whether the template leaves the beginning of a chat alone as the chat grows. When it does not,
-    `prompt` renders the whole chat each time, with the sampled ids of replies in their places.
+    `identity` names the vocabulary: token ids of a stored message mean something only under the same one. `notes` are
+    for people. A reply ends before the first of `stops`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: str, special: dict[str, str], identity: str) -> None:
-        self.tokenizer = tokenizer
-        self.identity = identity
-        self._template = template
-        self._special = special
-        self.notes = ModelNotes()
-        self._encoder = TextEncoder(tokenizer)
-        self.stable = self._probe_stability()
-        self._closing = self._probe_closing()
-        self._generation_ids = self._probe_generation()
+    def __init__(self, files: TemplateFiles, thinking: Policy = "preserve") -> None:
+        self.tokenizer = files.tokenizer
+        self.identity = files.identity
+        source, names = files.source or PLAIN, files.names
+        self.stops: tuple[str, ...] = ()
+        if files.source is None:
+            names, self.stops = {"beginning": beginning_of_texts(files.tokenizer)}, PLAIN_STOPS
+        added = [token.content for token in files.tokenizer.get_added_tokens_decoder().values()]
+        self._marks = find_marks(added, source)
+        self._stripped = self._marks if thinking == "strip" else None
+        self.notes = ModelNotes("" if files.source else NO_TEMPLATE, thinking if self._marks else None)
+        spelt = "".join([self._marks.opening, self._marks.closing, self._marks.direct]) if self._marks else ""
+        self._encoder = TextEncoder(files.tokenizer, source, {token for token in added if token in spelt})
+        renderer = Renderer(source, names)
+        self._render, self._merges_system = renderer.render, renderer.merges_system
+        self._traits = probe(renderer)
+        self._openings = Openings.of(self._encoder, self._traits, self._marks)
         self._preset_ids = self._probe_preset()
 
     @classmethod
     def load(cls, directory: str | Path, thinking: Policy = "preserve") -> ChatTemplate:
-        """Read `tokenizer.json`, `tokenizer_config.json` and the chat template of `directory`.
+        """The tokenizer and chat template in `directory`; where there is no template, the plain one.
 
-        Raises UnusableModel when a file is missing or damaged, or the template is missing or cannot be rendered.
+        Raises UnusableModel when a file is missing or damaged, or the template cannot be rendered.
         """
-        path = Path(directory)
+        files = read_template_files(directory)
         try:
-            raw = (path / "tokenizer.json").read_bytes()
-            tokenizer = Tokenizer.from_str(raw.decode())
-            config_path = path / "tokenizer_config.json"
-            config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
-            template = _read_template(path, config)
-        except Exception as error:  # tokenizers raises bare Exceptions
-            raise UnusableModel(f"The tokenizer of the model in {path} cannot be read: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if template is None:
-            raise UnusableModel(
-                f"The model {path.name!r} has no chat template: it was not made for chatting; choose an instruct model."
-            )
-        try:
-            return cls(tokenizer, template, _special_tokens(config), hashlib.sha256(raw).hexdigest()[:16])
-        except TemplateError as error:
-            raise UnusableModel(f"The model {path.name!r} cannot chat. {error}") from error
+            return cls(files, thinking)
+        except ChatError as error:
+            raise UnusableModel(f"The model {Path(directory).name!r} cannot chat. {error}") from error
+
+    @property
+    def stable(self) -> bool:
+        """Whether the template leaves the beginning of a chat alone as it grows; with a system prompt it may not.
+
+        Where it does not, `prompt` renders the whole chat each time, with the sampled ids of replies in their places.
+        """
+        return self._traits.stable
 
     def fill(self, entries: Sequence[Entry], limit: int | None = None) -> list[tuple[int, ...]]:
         """The segment of every entry: its own where it has one, otherwise made now.
 
-        Raises TemplateError, and PromptTooLong as soon as what comes before the last messages reaches `limit` tokens.
+        Raises TemplateError, InvalidText, and PromptTooLong as soon as what is there surely reaches `limit` tokens.
         """
         segments: list[tuple[int, ...]] = []
         cut, texts = "", None
-        used = 0
+        used, stable = 0, self._is_stable(entries)
         for number, (run, reply) in enumerate(_stretches(entries)):
             between: list[int] = []
-            made = self._must_make(run, reply)
+            made = self._must_make(run, reply, stable)
             if made:
                 if texts is None:
                     cut, pieces = self._pieces(entries)
                     texts = dict(pieces)
-                between = self._encode_piece(texts.get(number), segments[-1] if segments else (), cut, number == 0)
+                text = self._between(texts.get(number), segments[-1] if segments else (), stable)
+                if limit is not None and len(text) > LARGE:
+                    _check_room(used + self._encoder.least_tokens(text.replace(cut, "")), limit)
+                between = self._encoder.encode(text, cut, start=number == 0)
             if run:
                 segments.extend(self._cut(run, between, cut, number == 0) if made else map(_ids, run))
             if reply is None:
                 break
-            ids = reply.token_ids
-            segments.append(tuple(self.encode_text(reply.text) if ids is None else ids))
+            segments.append(self._reply_ids(reply))
             if made and not run:  # nobody else carries what the template writes before this reply
                 segments[-1] = (*between, *segments[-1])
-            used += sum(map(len, segments[-len(run) - 1 :]))
-            if limit is not None and used >= limit and self.stable:
+            if stable and not self._stripped:
+                used += sum(map(len, segments[-len(run) - 1 :]))
+            if limit is not None and used >= limit:
                 raise PromptTooLong(used, limit, so_far=True)
         return segments
 
     def prompt(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> list[int]:
         """The token ids to send: the segments in a row, or the whole rendered anew where the template is not stable."""
-        if self.stable:
-            return [token for segment in segments for token in segment]
-        replies = [segment for entry, segment in zip(entries, segments, strict=True) if entry.role == "assistant"]
+        sent = self._without_reasoning(entries, segments)
+        if self._is_stable(entries):
+            return [token for segment in sent for token in segment]
+        places = [index for index, entry in enumerate(entries) if entry.role == "assistant"]
         cut, pieces = self._pieces(entries)
         ids: list[int] = []
-        for number, text in pieces:
-            before = replies[number - 1] if number else ()
+        for (number, written), (following, _) in zip(pieces, [*pieces[1:], (0, "")], strict=True):
+            before = sent[places[number - 1]] if number else ()
+            text = self._between(written, before, stable=False)
+            if following and _is_asked(self._openings, sent, places[following - 1]):
+                text = text.removesuffix(self._traits.history) + self._traits.generation
             ids.extend(before)
-            ids.extend(self._encode_piece(text, before, cut, number == 0))
+            ids.extend(self._encoder.encode(text, cut, start=number == 0))
         return ids
 
     def shared_length(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> int:
         """How many first tokens of the prompt no user typed: the template's preset, if no system prompt is set."""
-        if not entries or entries[0].role == "system" or not self.stable:
+        if not entries or entries[0].role == "system" or not self._is_stable(entries):
             return 0
-        first = segments[0][: len(self._preset_ids)]
-        return len(first) if first == self._preset_ids else 0
+        pairs = zip(segments[0], self._preset_ids, strict=False)  # they may part where the template writes the date
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closes(self, token_id: int) -> bool:
         """Whether `token_id` is what the template itself writes after a reply, so that it may end a stored reply."""
-        return self._closing.startswith(self._encoder.added.get(token_id, "\0"))
+        return self._traits.closing.startswith(self._encoder.added.get(token_id, "\0"))
 
     def ends_prompt(self, token_ids: Sequence[int]) -> bool:
         """Whether this segment ends in the generation prompt, so that a reply can follow it."""
-        start = len(token_ids) - len(self._generation_ids)
-        return bool(token_ids) and start >= 0 and tuple(token_ids[start:]) == self._generation_ids
+        return self._openings.end(token_ids)
+
+    def splitter(self) -> Splitter | None:
+        """What tells the reasoning of a new reply from its answer; None where the model marks none."""
+        return Splitter(self._marks, opened=self._openings.reasons) if self._marks else None
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of text in the middle of a chat; the texts of control tokens in it stay plain text."""
         return self._encoder.encode_text(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these tokens, without control tokens; U+FFFD where bytes make no character."""
+        """The text of these tokens, without control tokens but for marks of reasoning; U+FFFD for broken bytes."""
         return self._encoder.decode(token_ids)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _must_make(self, run: Sequence[Entry], reply: Entry | None) -> bool:
+    def _is_stable(self, entries: Sequence[Entry]) -> bool:
+        has_system = any(entry.role == "system" for entry in entries)
+        return self._traits.stable_with_system if has_system else self._traits.stable
+
+    def _must_make(self, run: Sequence[Entry], reply: Entry | None, stable: bool) -> bool:
         """Whether the text of this stretch is needed: a segment is missing, or a reply is to come and none ends so."""
         if not run:
-            return self.stable and reply is not None and reply.token_ids is None
+            return stable and reply is not None and reply.token_ids is None
         missing = any(entry.token_ids is None for entry in run)
         return missing or (reply is None and not self.ends_prompt(_ids(run[-1])))
 
@@ -187,16 +207,24 @@ class ChatTemplate:
             else:
                 content = self._encoder.defuse(entry.text, cut)
             messages.append({"role": entry.role, "content": content})
-        first, *rest = re.split(f"{mark}([0-9]+){mark}", self._render(messages, generation=True))
+        began = next((entry.at for entry in entries if entry.at is not None), None)
+        first, *rest = re.split(f"{mark}([0-9]+){mark}", self._render(messages, generation=True, at=began))
         return cut, [(0, first), *((int(number), text) for number, text in zip(rest[::2], rest[1::2], strict=True))]
 
-    def _encode_piece(self, text: str | None, before: tuple[int, ...], cut: str, start: bool) -> list[int]:
-        """The ids of what the template writes after the reply whose segment is `before`; None: it drops that reply."""
+    def _between(self, text: str | None, before: Sequence[int], stable: bool) -> str:
+        """What is to be encoded after the reply whose segment is `before`; `text` None: the template drops that reply.
+
+        A control token at the beginning of `text` is left out where the reply ended in that very token.
+        """
         if text is None:
-            if self.stable:
+            if stable:
                 raise TemplateError("The model's chat template drops earlier replies, so this chat cannot go on.")
-            return []  # the prompt is rendered anew anyway
-        return self._encoder.encode(self._without_closed(text, before), cut, start=start)
+            return ""  # the prompt is rendered anew anyway
+        closed = self._encoder.added.get(before[-1]) if before else None
+        if not closed or not text.startswith(closed):
+            return text
+        rest = text.removeprefix(closed)
+        return rest.lstrip() if before[-1] in self._encoder.swallows else rest
 
     def _cut(self, run: Sequence[Entry], ids: Sequence[int], cut: str, start: bool) -> list[tuple[int, ...]]:
         """Segments of `run`, which together are `ids`."""
@@ -206,71 +234,47 @@ class ChatTemplate:
 
     def _system_length(self, system: Entry, ids: Sequence[int], cut: str) -> int:
         """How many first tokens of a chat are those of its system prompt alone; 0 where the template mixes it in."""
+        if self._merges_system:
+            return 0
+        message = {"role": "system", "content": self._encoder.defuse(system.text, cut)}
         try:
-            text = self._render(
-                [{"role": "system", "content": self._encoder.defuse(system.text, cut)}], generation=False
-            )
+            text = self._render([message], generation=False, at=system.at)
         except TemplateError:  # it wants more messages
             return 0
         alone = self._encoder.encode(text, cut, start=True)
         return len(alone) if len(alone) < len(ids) and list(ids[: len(alone)]) == alone else 0
 
-    def _without_closed(self, text: str, before: Sequence[int]) -> str:
-        """`text` without the control token at its beginning if the reply `before` it ended in that very token."""
-        closed = self._encoder.added.get(before[-1]) if before else None
-        if not closed or not text.startswith(closed):
-            return text
-        rest = text.removeprefix(closed)
-        return rest.lstrip() if before[-1] in self._encoder.swallows else rest
+    def _reply_ids(self, reply: Entry) -> tuple[int, ...]:
+        """A reply's segment. Of one that was not sampled here its answer is encoded, as templates have it."""
+        return tuple(self.encode_text(split_reply(reply.text).answer)) if reply.token_ids is None else reply.token_ids
 
-    def _render(self, messages: Sequence[dict[str, str]], *, generation: bool) -> str:
-        """What the model's template makes of `messages`. Raises TemplateError with the template's own words."""
-        try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self._template,
-                add_generation_prompt=generation,
-                **self._special,
-            )
-        except Exception as error:  # a template is a program that came with the model: it may raise anything
-            roles = ", ".join(message["role"] for message in messages[:SHOWN_ROLES])
-            more = f", … {len(messages):,} in all" if len(messages) > SHOWN_ROLES else ""
-            raise TemplateError(
-                f"The model's chat template refuses messages in this order ({roles}{more}): {error}"
-            ) from None
-        return str(rendered[0])
+    def _without_reasoning(
+        self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]
+    ) -> list[tuple[int, ...]]:
+        """The segments as they are sent: under "strip" without the reasoning of replies, and what opened it."""
+        sent = list(segments)
+        for index, entry in enumerate(entries):
+            if self._stripped is None or entry.role != "assistant":
+                continue
+            asked = _is_asked(self._openings, segments, index)
+            sent[index] = self._answer_ids(segments[index], self._stripped, asked and self._openings.reasons)
+            if asked and sent[index] != segments[index]:
+                sent[index - 1] = self._openings.in_history(segments[index - 1])
+        return sent
 
-    def _probe_closing(self) -> str:
-        """What the template writes after a reply."""
-        mark = chr(0x10FFFD)
-        messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": mark}]
-        return self._render(messages, generation=False).rpartition(mark)[2]
-
-    def _probe_generation(self) -> tuple[int, ...]:
-        """The ids of the generation prompt; empty when the template has none, or none of its own tokens."""
-        user = {"role": "user", "content": "one"}
-        bare, whole = (
-            self._encoder.encode_bare(self._render([user], generation=generation)) for generation in (False, True)
-        )
-        return tuple(whole[len(bare) :]) if whole[: len(bare)] == bare else ()
+    def _answer_ids(self, reply: tuple[int, ...], marks: Marks, opened: bool) -> tuple[int, ...]:
+        """A reply's segment without its reasoning. What is left of a token that reaches beyond it is encoded again."""
+        ended = bool(reply) and self.closes(reply[-1])
+        body = reply[:-1] if ended else reply
+        count, rest = reasoning_tokens(self._encoder.pieces(body), marks, opened=opened)
+        return (*(self.encode_text(rest) if rest else ()), *reply[count:])
 
     def _probe_preset(self) -> tuple[int, ...]:
         """The ids that come before anything a user types, when no system prompt is set."""
-        prompts = [self.fill([Entry("user", text)])[0] for text in ("one", "2", "Three")]
+        now = time.time()
+        prompts = [self.fill([Entry("user", text, at=now)])[0] for text in ("one", "2", "Three")]
         columns = zip(*prompts, strict=False)
         return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
-
-    def _probe_stability(self) -> bool:
-        """Whether two more turns leave the rendering of what came before as it was."""
-        first, second = chr(0x10FFFC), chr(0x10FFFD)
-        messages = [
-            {"role": role, "content": content}
-            for role, content in zip(
-                ("user", "assistant", "user", "assistant", "user"), ("one", first, "two", second, "three"), strict=True
-            )
-        ]
-        one, two, three = (self._render(messages[:count], generation=True) for count in (1, 3, 5))
-        return two.startswith(one + first) and three.startswith(two + second)
 
 
 def _stretches(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[Entry], Entry | None]]:
@@ -287,19 +291,11 @@ def _ids(entry: Entry) -> tuple[int, ...]:
     return entry.token_ids or ()
 
 
-def _read_template(path: Path, config: dict[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several named templates
-        found = next((item["template"] for item in found if item.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+def _check_room(least: int, limit: int) -> None:
+    if least >= limit:
+        raise PromptTooLong(least, limit, at_least=True)
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, … as templates name them; a token is a string, or an object with its `content`."""
-    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    values = {name: config.get(name) for name in names}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+def _is_asked(openings: Openings, segments: Sequence[tuple[int, ...]], index: int) -> bool:
+    """Whether the reply at `index` was sampled after a generation prompt, and not put into the chat as a text."""
+    return index > 0 and openings.end(segments[index - 1])

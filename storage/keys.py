@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from storage.reasoning import split_reply
+
 ROOT = ""
 """The key of the empty path."""
 
@@ -13,8 +15,11 @@ def path_key(parent_key: str, role: str, text: str) -> str:
     """The key of the path that continues the one of `parent_key` (`ROOT` to begin) with one message.
 
     A chained BLAKE2b digest of 32 hexadecimal digits over (role, text without surrounding white space), so equal keys
-    mean equal messages all the way from the root. Any Python string is accepted, lone surrogates included.
+    mean equal messages all the way from the root. The reasoning of a reply does not count, because clients do not send
+    it back. Any Python string is accepted, lone surrogates included.
     """
+    if role == "assistant":
+        text = split_reply(text).answer
     digest = hashlib.blake2b(digest_size=16)
     for part in (parent_key, role, text.strip()):
         data = part.encode("utf-8", "surrogatepass")
