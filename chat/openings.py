@@ -42,6 +42,10 @@ class Openings:
         start = len(segment) - len(self.generation)
         return bool(segment) and start >= 0 and tuple(segment[start:]) == self.generation
 
+    def asked(self, segments: Sequence[tuple[int, ...]], index: int) -> bool:
+        """Whether the reply at `index` was sampled after a generation prompt, and not put into the chat as a text."""
+        return index > 0 and self.end(segments[index - 1])
+
     def in_history(self, segment: tuple[int, ...]) -> tuple[int, ...]:
         """A segment that ends in the generation prompt, as it is once the reply is there."""
         return (*segment[: len(segment) - len(self.generation)], *self.history)

@@ -147,7 +147,7 @@ class ChatTemplate:
         for (number, written), (following, _) in zip(pieces, [*pieces[1:], (0, "")], strict=True):
             before = sent[places[number - 1]] if number else ()
             text = self._between(written, before, stable=False)
-            if following and _is_asked(self._openings, sent, places[following - 1]):
+            if following and self._openings.asked(sent, places[following - 1]):
                 text = text.removesuffix(self._traits.history) + self._traits.generation
             ids.extend(before)
             ids.extend(self._encoder.encode(text, cut, start=number == 0))
@@ -256,7 +256,7 @@ class ChatTemplate:
         for index, entry in enumerate(entries):
             if self._stripped is None or entry.role != "assistant":
                 continue
-            asked = _is_asked(self._openings, segments, index)
+            asked = self._openings.asked(segments, index)
             sent[index] = self._answer_ids(segments[index], self._stripped, asked and self._openings.reasons)
             if asked and sent[index] != segments[index]:
                 sent[index - 1] = self._openings.in_history(segments[index - 1])
@@ -294,8 +294,3 @@ def _ids(entry: Entry) -> tuple[int, ...]:
 def _check_room(least: int, limit: int) -> None:
     if least >= limit:
         raise PromptTooLong(least, limit, at_least=True)
-
-
-def _is_asked(openings: Openings, segments: Sequence[tuple[int, ...]], index: int) -> bool:
-    """Whether the reply at `index` was sampled after a generation prompt, and not put into the chat as a text."""
-    return index > 0 and openings.end(segments[index - 1])
