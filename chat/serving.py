@@ -38,12 +38,16 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         fix = f"choose another with --port {port + 1 if port < 65535 else 7860}, or --port 0 for a free one"
         if error.errno == errno.EADDRINUSE:
             raise ListenError(f"port {port} is in use by another program; {fix}") from error
         raise ListenError(f"cannot listen on {host} port {port} ({error.strerror}); {fix}") from error
+    # Accepted connections inherit it. asyncio would set it only where the socket was made with the protocol's number,
+    # and without it the second part of every answer waits for the client's delayed acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def page_url(settings: Settings) -> str:
@@ -60,7 +64,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, web: FastAPI) -> None:
         debug = logging.getLogger().isEnabledFor(logging.DEBUG)
-        super().__init__(uvicorn.Config(web, log_config=None, access_log=debug, timeout_graceful_shutdown=1))
+        super().__init__(uvicorn.Config(web, log_config=None, access_log=debug, timeout_graceful_shutdown=1, ws="none"))
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -27,6 +27,13 @@ def test_a_connection_is_taken_before_anything_serves_it() -> None:
         assert early.getpeername() == listener.getsockname()
 
 
+def test_no_answer_waits_for_an_acknowledgement() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), timeout=5):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_port_in_use_and_an_address_that_is_not_here() -> None:
     with listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
