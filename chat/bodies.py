@@ -77,6 +77,7 @@ def wrong_value(details: Sequence[Any], without: Sequence[str] = ()) -> InvalidR
     name = max((name for name, _ in found if name.startswith(found[0][0])), key=len)
     same = [detail for other, detail in found if other == name]
     words = " or ".join(dict.fromkeys(_words(detail["type"], detail["msg"]) for detail in same))
+    words = words.replace(" or must be ", " or ")
     told = same[0]["type"] in ("missing", "too_short", "too_long")
     got = "" if told else f" (got {shown(same[0]['input'])})"
     return InvalidRequest(f"{name} {words}{got}.", name)
@@ -94,8 +95,8 @@ def _words(kind: str, message: str) -> str:
     """Pydantic's words, to go on from the name of a parameter."""
     if kind in ("missing", "model_type"):
         return "is missing" if kind == "missing" else "must be an object"
-    start, _, rest = message.partition(" should ")
-    return f"must {rest.removesuffix(' after validation')}" if start in ("Input", "List", "String") else message
+    start, _, rest = message.replace(" after validation", "").partition(" should ")
+    return f"must {rest}" if start in ("Input", "List", "String") else message
 
 
 def _spelt(parts: Sequence[int | str]) -> str:

@@ -16,7 +16,11 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from chat.errors import ChatError
+from chat.refusals import refusal
+
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+SHOWN = 200  # characters of a header in a complaint
 DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
@@ -47,6 +51,8 @@ class HostGuard:
         complaint = self._complaint(scope) if scope["type"] in ("http", "websocket") else None
         if complaint is None:
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            await refusal(ChatError(complaint, code="foreign_request"))(scope, receive, send)
         elif scope["type"] == "http":
             await PlainTextResponse(complaint + "\n", status_code=403)(scope, receive, send)
         else:
@@ -58,12 +64,12 @@ class HostGuard:
         hosts = headers.getlist("host")
         host = _address(hosts[0], scope["scheme"]) if len(hosts) == 1 else None
         if host is None or not self._is_ours(host[0]):
-            shown = ", ".join(hosts) or "(none)"
+            shown = ", ".join(hosts)[:SHOWN] or "(none)"
             return f"The Host {shown!r} is not this server's. Open it as http://127.0.0.1 or http://localhost instead."
         origins = headers.getlist("origin")
         unsafe = scope["type"] == "websocket" or scope["method"] not in SAFE_METHODS
         if unsafe and origins and any(_origin_address(origin) != host for origin in origins):
-            shown = ", ".join(origins)
+            shown = ", ".join(origins)[:SHOWN]
             return f"The Origin {shown!r} is not this server's ({hosts[0]}). Only its own pages may do this."
         return None
 

@@ -26,6 +26,7 @@ STATUS = {
     "engine_died": 503,
     "no_model": 503,
     "model_unavailable": 503,
+    "foreign_request": 403,
     "model_not_found": 404,
     "unknown_url": 404,
     "method_not_allowed": 405,
