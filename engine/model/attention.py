@@ -6,7 +6,9 @@ It writes the step's K and V into pool slots, then attends by block table. It kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,17 @@ class Span:
     first_slot: int
     slots: torch.Tensor | None
 
+    def first_key(self, window: int | None) -> int:
+        """Position of the first key that any of the row's queries sees."""
+        return 0 if window is None else max(0, self.length - self.count + 1 - window)
+
+    def keys(self, window: int | None) -> slice | torch.Tensor:
+        """Where in the pool the keys from `first_key` to the last one are."""
+        first = self.first_key(window)
+        if self.slots is None:
+            return slice(self.first_slot + first, self.first_slot + self.length)
+        return self.slots[first:]
+
 
 @dataclass
 class PagedContext:
@@ -62,11 +75,24 @@ class PagedContext:
         return cls(layer=layer, write_slots=torch.cat(writes).to(device), spans=spans)
 
     def mask(self, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """What row `index` may see, [count, length] bool, True is visible; None when it sees everything."""
+        """What row `index` may see, [count, keys] bool, True is visible; None when it sees all its `Span.keys`."""
         key = (index, window)
         if key not in self.masks:
             self.masks[key] = _mask(self.spans[index], window, device)
         return self.masks[key]
+
+
+_current: ContextVar[PagedContext] = ContextVar("paged")
+
+
+@contextmanager
+def attending(paged: PagedContext) -> Iterator[None]:
+    """Within it, attention reads and writes `paged`: not every model hands an argument of ours down to its layers."""
+    token = _current.set(paged)
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
 def _slots(row: Row, block_size: int) -> torch.Tensor:
@@ -76,12 +102,17 @@ def _slots(row: Row, block_size: int) -> torch.Tensor:
 
 
 def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
-    if span.count == 1 and (window is None or span.length <= window):
+    if span.count == 1:
         return None
-    keys = torch.arange(span.length, device=device)
+    keys = torch.arange(span.first_key(window), span.length, device=device)
     queries = torch.arange(span.length - span.count, span.length, device=device)[:, None]
-    visible = keys <= queries
-    return visible if window is None else visible & (keys > queries - window)
+    return visible(queries, keys, window)
+
+
+def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Whether each of the positions `queries` may see each of `keys`: no later one, and only the last `window`."""
+    causal = keys <= queries
+    return causal if window is None else causal & (keys > queries - window)
 
 
 def paged_attention(
@@ -95,20 +126,21 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged: PagedContext,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface for a packed step: query [1, heads, tokens, dim], key, value [1, kv_heads, …].
 
+    Works on the `PagedContext` that is being attended to, and raises `LookupError` where there is none.
     Returns [1, tokens, heads, dim] and no weights. `scaling` multiplies the scores (None: 1/sqrt(dim)), `softcap` bends
     them by tanh, `sliding_window` hides all but that many last keys, `s_aux` [heads] are the attention sinks.
     """
+    paged = _current.get()
     keys, values = (pool.flatten(0, 1) for pool in paged.layer(module.layer_idx))
     keys[paged.write_slots] = key[0].transpose(0, 1)
     values[paged.write_slots] = value[0].transpose(0, 1)
     output = torch.empty_like(query[0].transpose(0, 1))
     for index, span in enumerate(paged.spans):
-        where = slice(span.first_slot, span.first_slot + span.length) if span.slots is None else span.slots
+        where = span.keys(sliding_window)
         q = query[:, :, span.offset : span.offset + span.count]
         k, v = (pool[where].transpose(0, 1)[None] for pool in (keys, values))
         mask = paged.mask(index, sliding_window, query.device)

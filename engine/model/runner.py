@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import Batch
 from engine.cache.pool import KVPool
-from engine.model.attention import PagedContext
+from engine.model.attention import PagedContext, attending
 from engine.model.loading import LoadedModel
 from engine.model.sampler import sample
 
@@ -55,13 +55,13 @@ class ModelRunner:
             if row.draws:
                 wanted.append(end - 1)
         paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device)
-        output = self.module(
-            input_ids=torch.tensor([ids], device=self._device),
-            position_ids=torch.tensor([positions], device=self._device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._device),
-            paged=paged,
-        )
+        with attending(paged):
+            output = self.module(
+                input_ids=torch.tensor([ids], device=self._device),
+                position_ids=torch.tensor([positions], device=self._device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self._device),
+            )
         self.steps += 1
         self.forwarded_tokens += len(ids)
         logits: torch.Tensor = output.logits[0]
