@@ -11,25 +11,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
+from engine.model import kinds, rope
 from engine.model.attention import IMPLEMENTATION
 from engine.model.sources import PreparedModel, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-SHIFTING_ROPE = {"dynamic", "longrope"}
+ORIGIN = {"_name_or_path", "transformers_version"}  # what a configuration says of itself, not of the model
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory, its attention implementation set to the paged one."""
+    """A model in memory, its attention implementation set to the paged one.
+
+    `context` is how many positions it serves; its rotary positions are those of a text of that length.
+    """
 
     prepared: PreparedModel
     module: Any
     device: torch.device
     dtype: torch.dtype
+    context: int
 
 
 def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -38,53 +42,42 @@ def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return target, _choose_dtype(dtype, target)
 
 
-def load(prepared: PreparedModel, device: str, dtype: str) -> LoadedModel:
-    """Read the weights onto the device. Raises `ModelLoadError` with the reason when that is not possible."""
+def load(prepared: PreparedModel, device: str, dtype: str, context: int | None = None) -> LoadedModel:
+    """Read the weights onto the device, to serve `context` positions (None: as many as the model was made for).
+
+    Raises `ModelLoadError` with the reason when that is not possible.
+    """
     target, kind = choose(device, dtype)
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
+        config = AutoConfig.from_pretrained(prepared.path, **here)
+        kinds.require_servable(prepared.name, config)
         module = AutoModelForCausalLM.from_pretrained(
-            prepared.path,
-            dtype=kind,
-            attn_implementation=IMPLEMENTATION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
+            prepared.path, dtype=kind, attn_implementation="eager", use_safetensors=True, **here
         )
         module = module.to(target).eval()
+        module.set_attn_implementation(IMPLEMENTATION)
+    except ModelLoadError:
+        raise
     except Exception as error:  # libraries raise types of their own for a damaged or foreign file
         raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {first_line(error)}") from error
-    if getattr(module.config, "is_encoder_decoder", False):
-        raise ModelLoadError(f"{prepared.name} is an encoder-decoder model; Keepwarm serves decoder-only models")
-    shifting = _rope_types(getattr(module.config.get_text_config(), "rope_parameters", None)) & SHIFTING_ROPE
-    if shifting:
-        raise ModelLoadError(
-            f"{prepared.name} cannot be served: its positions ({', '.join(sorted(shifting))}) are scaled by the "
-            "longest prompt at hand, so that what is kept of one chat would be wrong beside another"
-        )
-    return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind)
+    served = _served(prepared.name, kinds.text_config(module.config), context)
+    rope.freeze(module, served)
+    return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind, context=served)
 
 
 def fingerprint(loaded: LoadedModel, block_size: int, format_version: int = 1) -> str:
-    """SHA-256, hex, over everything that decides the K and V a token gets: weights, dtype, positions, layout."""
-    config = loaded.module.config.get_text_config().to_dict()
-    names = ("model_type", "rope_parameters", "sliding_window", "layer_types", "num_hidden_layers", "head_dim")
+    """SHA-256, hex, over everything that decides the K and V a token gets: weights, configuration, dtype, layout."""
+    config = kinds.text_config(loaded.module.config)
     facts = {
         "weights": loaded.prepared.digest,
+        "config": {key: value for key, value in config.to_dict().items() if key not in ORIGIN},
+        "rope": rope.variant(config, loaded.context),
         "dtype": str(loaded.dtype),
         "block_size": block_size,
         "format": format_version,
-        **{name: config.get(name) for name in (*names, "num_key_value_heads", "max_position_embeddings")},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _rope_types(parameters: Any) -> set[str]:
-    """The RoPE variants of a configuration, which may have one for each kind of layer."""
-    if not isinstance(parameters, dict):
-        return set()
-    nested = [_rope_types(value) for value in parameters.values()]
-    own = parameters.get("rope_type")
-    return set().union(*nested, {own} if isinstance(own, str) else ())
 
 
 def _choose_device(device: str) -> torch.device:
@@ -115,12 +108,19 @@ def _cpu_multiplies_bf16() -> bool:
 
 
 def context_length(loaded: LoadedModel) -> int:
-    """The most positions the model was made for. Raises `ModelLoadError` when its configuration does not say."""
-    config = loaded.module.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
-        if isinstance(value := getattr(config, name, None), int) and value > 0:
-            return value
-    raise ModelLoadError(f"{loaded.prepared.name} does not say its context length (max_position_embeddings)")
+    """How many positions the model serves."""
+    return loaded.context
+
+
+def _served(name: str, config: Any, wanted: int | None) -> int:
+    """The context to serve. Raises `ModelLoadError` when the configuration does not say, or says less than wanted."""
+    sizes = (getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    longest = next((size for size in sizes if isinstance(size, int) and size > 0), None)
+    if longest is None:
+        raise ModelLoadError(f"{name} does not say its context length (max_position_embeddings)")
+    if wanted is not None and not 1 <= wanted <= longest:
+        raise ModelLoadError(f"{name} cannot serve a context of {wanted} tokens: choose 1 to {longest}")
+    return longest if wanted is None else wanted
 
 
 def eos_ids(loaded: LoadedModel) -> list[int]:

@@ -1,10 +1,12 @@
-"""Prove at load that paged attention and the model's own eager attention agree, and learn the shape of its K and V.
+"""Prove at load that paged attention does what the model's own attention does, and learn the shape of its K and V.
 
-A model that our attention would serve wrongly is refused here, with a sentence, before anybody chats with it.
+A model that our attention would serve wrongly is refused here, with a sentence, before anybody chats with it. Two
+proofs complete each other: a few dozen tokens computed both ways, and each layer's mask rule up to the whole context.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +15,17 @@ import torch
 from engine.batch import Batch, Draw, Row
 from engine.cache.pool import KVPool
 from engine.errors import ModelLoadError
-from engine.model.attention import IMPLEMENTATION
+from engine.model import attention, kinds, witness
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
+from engine.model.sources import first_line
 from engine.protocol import Sampling
 
 CHECK_TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}  # relative error of the logits' norm
+HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
+# `is_causal` is what the mask rule says too; options that ask for an output have no effect either.
+WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "return_dict", "is_causal"}
 
 
 @dataclass(frozen=True)
@@ -35,32 +41,100 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
-@torch.inference_mode()
 def probe(loaded: LoadedModel) -> KVShape:
-    """Run two tokens eagerly and read the shapes off the cache that the model fills.
+    """The shape of K and V, read off what each layer hands to attention.
 
-    Raises `ModelLoadError` for a model whose layers have unlike shapes, or that keeps a state other than K and V.
+    Raises `ModelLoadError`, with the model's name and the reason, for a model that paged attention cannot serve right
+    up to its whole context.
     """
-    name = loaded.prepared.name
-    module = loaded.module
-    module.set_attn_implementation("eager")
+    calls = _listen(loaded, [0, 1, 2, 3])
+    shape = _shape(loaded, calls)
+    for call in calls:
+        _require_known_options(loaded, call)
+    _require_equal_rules(loaded, calls)
+    _require_still_positions(loaded, calls)
+    return shape
+
+
+def _refusal(loaded: LoadedModel, why: str) -> ModelLoadError:
+    return kinds.refusal(loaded.prepared.name, why)
+
+
+def _listen(loaded: LoadedModel, positions: list[int]) -> list[witness.Call]:
     try:
-        output = module(input_ids=torch.tensor([[0, 1]], device=loaded.device), use_cache=True)
-        cache = output["cache"] if "cache" in output else output["past_key_values"]
-        layers: list[tuple[Any, Any]] = [
-            (getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers
-        ]
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelLoadError(f"{name} cannot be served: its cache is not one of keys and values ({error})") from error
-    finally:
-        module.set_attn_implementation(IMPLEMENTATION)
-    if any(not isinstance(k, torch.Tensor) or not isinstance(v, torch.Tensor) or k.dim() != 4 for k, v in layers):
-        raise ModelLoadError(f"{name} cannot be served: not every layer keeps keys and values")
-    shapes = {(k.shape[1], k.shape[3]) for k, _ in layers} | {(v.shape[1], v.shape[3]) for _, v in layers}
-    if len(shapes) != 1:
-        raise ModelLoadError(f"{name} cannot be served: its layers keep K and V of unlike shapes {sorted(shapes)}")
-    kv_heads, head_dim = shapes.pop()
+        return witness.listen(loaded, positions)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a model raises that cannot be called as ours are
+        its = kinds.attention(loaded.module.config)
+        raise _refusal(loaded, f"its {its} cannot be replaced by Keepwarm's ({first_line(error)})") from error
+
+
+def _shape(loaded: LoadedModel, calls: list[witness.Call]) -> KVShape:
+    its = kinds.attention(loaded.module.config)
+    if not calls:
+        raise _refusal(loaded, f"its {its} cannot be replaced by Keepwarm's")
+    layers = [call.layer for call in calls]
+    if layers != list(range(len(layers))):
+        raise _refusal(loaded, f"its {its} is not called once for each layer, in order, but for layers {layers}")
+    keys = sorted({(call.key.shape[0], call.key.shape[2]) for call in calls})
+    values = sorted({(call.value.shape[0], call.value.shape[2]) for call in calls})
+    if len(keys) > 1 or keys != values:
+        raise _refusal(loaded, f"its {its} keeps K and V of unlike shapes: {keys} and {values} (heads, dimensions)")
+    ((kv_heads, head_dim),) = keys
     return KVShape(layers=len(layers), kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _require_known_options(loaded: LoadedModel, call: witness.Call) -> None:
+    """Refuse what paged attention would silently ignore."""
+    for name, value in call.options.items():
+        ignored = name in WITHOUT_EFFECT or name.startswith("output_")
+        if value is not None and not ignored and name not in HONOURED:
+            its = kinds.attention(loaded.module.config)
+            raise _refusal(loaded, f"its {its} needs {name!r}, which Keepwarm's does not know")
+
+
+def _require_equal_rules(loaded: LoadedModel, calls: list[witness.Call]) -> None:
+    """Compare, for each layer, which tokens the model's mask shows with which ones paged attention shows."""
+    config, seen = loaded.module.config, set()
+    keys = torch.arange(loaded.context, device=loaded.device)
+    for index, call in enumerate(calls):
+        kind, window = kinds.layer_kind(config, index), call.options.get("sliding_window")
+        if not isinstance(call.mask, witness.Rule):
+            raise _refusal(loaded, f"layer {index} ({kind}) makes a mask of its own, which cannot be checked")
+        if (id(call.mask), window) in seen:
+            continue
+        seen.add((id(call.mask), window))
+        for query in _boundaries(kinds.text_config(config), loaded.context):
+            theirs = call.mask.shows(query, keys)
+            ours = attention.visible(keys.new_tensor(query), keys, window)
+            if not torch.equal(theirs, ours):
+                key = int((theirs != ours).nonzero()[0])
+                does = "looks ahead" if key > query else "looks elsewhere than Keepwarm's"
+                seen_or_not = "sees" if theirs[key] else "does not see"
+                raise _refusal(loaded, f"layer {index} ({kind}) {does}: token {query} {seen_or_not} token {key}")
+
+
+def _boundaries(config: Any, context: int) -> list[int]:
+    """The positions from which to look: the ends, the middle, and around whatever the configuration calls a limit."""
+    facts = config.to_dict().items()
+    limits = [v for name, v in facts if isinstance(v, int) and ("window" in name or "chunk" in name)]
+    near = {limit + step for limit in limits for step in (-1, 0, 1)}
+    return sorted(q for q in {0, 1, context // 2, context - 2, context - 1} | near if 0 <= q < context)
+
+
+def _require_still_positions(loaded: LoadedModel, calls: list[witness.Call]) -> None:
+    """Refuse a model whose keys and queries at a position depend on how far another position of the batch is."""
+    far = _listen(loaded, [0, 1, 2, loaded.context - 1])
+    for near_call, far_call in zip(calls, far, strict=True):
+        for near, other in ((near_call.query, far_call.query), (near_call.key, far_call.key)):
+            if _error(other[:, :3], near[:, :3]) > TOLERANCE[loaded.dtype] / 10:
+                raise _refusal(loaded, "its positions are scaled by the longest prompt at hand")
+
+
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference relative to what is expected; NaN where either is."""
+    return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
 @torch.inference_mode()
@@ -70,24 +144,25 @@ def check(loaded: LoadedModel, pool: KVPool) -> None:
     Needs a pool of which nothing is in use. Raises `ModelLoadError` when the logits differ by more than rounding.
     """
     vocabulary = loaded.module.get_input_embeddings().num_embeddings
-    ids = [(7919 * (i + 1)) % vocabulary for i in range(CHECK_TOKENS)]
-    needed = -(-CHECK_TOKENS // pool.block_size)
+    count = min(CHECK_TOKENS, loaded.context)
+    ids = [(7919 * (i + 1)) % vocabulary for i in range(count)]
+    needed = -(-count // pool.block_size)
     blocks = list(range(pool.blocks))[: 2 * needed : 2][::-1] if pool.blocks >= 2 * needed else list(range(needed))
     runner = ModelRunner(loaded, pool)
     draw = Draw(sampling=Sampling(), seed=0, position=0, prompt_ids=[], reply_ids=[])
-    paged = []
-    for start, end in ((0, 17), (17, CHECK_TOKENS - 1), (CHECK_TOKENS - 1, CHECK_TOKENS)):
+    paged, ends = [], sorted({-(-count // 3), max(1, count - 1), count})
+    for start, end in itertools.pairwise([0, *ends]):
         row = Row(token_ids=ids[start:end], start=start, block_ids=blocks, draws=[draw])
         paged.append(runner.logits(Batch(rows=[row]))[0])
     loaded.module.set_attn_implementation("eager")
     try:
         eager = loaded.module(input_ids=torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
     finally:
-        loaded.module.set_attn_implementation(IMPLEMENTATION)
-    expected = eager[[16, CHECK_TOKENS - 2, CHECK_TOKENS - 1]].float()
-    error = float((torch.stack(paged).float() - expected).norm() / expected.norm())
+        loaded.module.set_attn_implementation(attention.IMPLEMENTATION)
+    error = _error(torch.stack(paged), eager[[end - 1 for end in ends]])
     if not error <= TOLERANCE[loaded.dtype]:
-        raise ModelLoadError(
-            f"{loaded.prepared.name} cannot be served: paged attention differs from the model's own by {error:.2g} "
-            f"(at most {TOLERANCE[loaded.dtype]:.2g} in {str(loaded.dtype).removeprefix('torch.')})"
+        raise _refusal(
+            loaded,
+            f"paged attention differs from the model's own by {error:.2g} "
+            f"(at most {TOLERANCE[loaded.dtype]:.2g} in {str(loaded.dtype).removeprefix('torch.')})",
         )

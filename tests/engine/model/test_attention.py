@@ -1,8 +1,7 @@
-"""Paged attention against each model's own eager attention: packed, chunked, scattered, next to NaN-filled blocks."""
+"""Paged attention against transformers' own eager attention: packed, chunked, scattered, next to NaN-filled blocks."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,166 +9,112 @@ import pytest
 import torch
 import transformers
 
-from engine.batch import Batch, Draw, Row
-from engine.cache.pool import KVPool
+from engine.batch import Batch, Row
 from engine.errors import ModelLoadError
-from engine.model import attention, selfcheck
+from engine.model import attention, loading, selfcheck
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
-from engine.model.sources import PreparedModel
-from engine.protocol import Sampling
+from tests.engine.model import tiny
+from tests.engine.model.tiny import Part, draw
 
-BLOCK, BLOCKS = 4, 64
-COMMON: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama-yarn": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
-    ),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {}),
-    "mistral": ("Mistral", {"sliding_window": 7}),
-    "gemma2": ("Gemma2", {"sliding_window": 7, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0}),
-    "gemma3": ("Gemma3", {"sliding_window": 7, "query_pre_attn_scalar": 16}),
-    "gpt-oss": (
-        "GptOss",
-        {"sliding_window": 7, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": None},
-    ),
-    "granite": ("Granite", {"attention_multiplier": 0.7}),
-}
+SCATTERED = [60, 2, 59, 4, 33, 35, 20, 21, 22, 10, 11, 12, 19, 18, 17, 16]
+PARTS = [
+    Part(tiny.prompt(41), list(range(40, 51)), [19, 40, 41]),  # consecutive blocks
+    Part(tiny.prompt(6, 1), [7, 3], [5, 6]),
+    Part(tiny.prompt(63, 2), SCATTERED, [1, 50, 62, 63]),
+]
 
 
-def make(name: str) -> LoadedModel:
-    """A random model whose weights are large enough that windows, caps, sinks and scales change the logits."""
-    prefix, extra = MODELS[name]
-    extra = {key: value for key, value in extra.items() if value is not None}
-    suffix = "TextConfig" if prefix == "Gemma3" else "Config"
-    config = getattr(transformers, prefix + suffix)(**{**COMMON, **extra})
-    torch.manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
-    module = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
-    with torch.no_grad():
-        for parameter_name, parameter in module.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(std=0.35)
-            elif "sinks" in parameter_name:
-                parameter.normal_(std=2.0)
-    module.set_attn_implementation(attention.IMPLEMENTATION)
-    prepared = PreparedModel(name=name, path=Path(), digest="0")
-    return LoadedModel(prepared=prepared, module=module, device=torch.device("cpu"), dtype=torch.float32)
+def assert_exact(loaded: LoadedModel) -> None:
+    """Three prompts in one batch, each in chunks of its own, give transformers' logits."""
+    runner = ModelRunner(loaded, tiny.make_pool(loaded))
+    own = tiny.untouched(loaded)
+    for part, logits in zip(PARTS, tiny.paged(runner, PARTS), strict=True):
+        tiny.assert_equal(logits, tiny.eager(own, part.ids))
+        assert [position for position, _ in logits] == [end - 1 for end in part.ends]
+    assert runner.forwarded_tokens == 41 + 6 + 63
+    assert runner.steps == 4
 
 
-def make_pool(loaded: LoadedModel) -> KVPool:
-    """A pool for the model, every slot NaN: whatever is read without having been written spoils the logits."""
-    shape = selfcheck.probe(loaded)
-    pool = KVPool(
-        layers=shape.layers,
-        blocks=BLOCKS,
-        block_size=BLOCK,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_paged_equals_eager(name: str, tmp_path: Path) -> None:
+    assert_exact(tiny.load(name, tmp_path))
+
+
+def test_a_model_that_also_sees_is_served_as_one_that_writes(tmp_path: Path) -> None:
+    eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=tiny.config_of("gemma3"),
+        vision_config={**eyes, "image_size": 16, "patch_size": 8},
+        mm_tokens_per_image=4,
+        image_token_index=96,
     )
-    for block in range(BLOCKS):
-        pool.poison(block)
-    return pool
-
-
-@torch.inference_mode()
-def eager(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
-    loaded.module.set_attn_implementation("eager")
-    logits = loaded.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    loaded.module.set_attn_implementation(attention.IMPLEMENTATION)
-    return logits
-
-
-def draw() -> Draw:
-    return Draw(sampling=Sampling(), seed=0, position=0, prompt_ids=[], reply_ids=[])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_paged_equals_eager(name: str) -> None:
-    loaded = make(name)
-    runner = ModelRunner(loaded, make_pool(loaded))
-    prompts = [[(5 * i + 3 * k) % 97 for i in range(length)] for k, length in enumerate((41, 6, 23))]
-    tables = [list(range(40, 51)), [7, 3], [60, 2, 59, 4, 33, 35]]  # consecutive, scattered, scattered
-    cuts = [(0, 19, 40, 41), (0, 5, 6, 6), (0, 1, 22, 23)]
-    logits: list[list[torch.Tensor]] = [[], [], []]
-    for step in range(3):
-        rows, owners = [], []
-        for which, (ids, table, cut) in enumerate(zip(prompts, tables, cuts, strict=True)):
-            start, end = cut[step], cut[step + 1]
-            if start < end:
-                rows.append(Row(token_ids=ids[start:end], start=start, block_ids=table, draws=[draw()]))
-                owners.append((which, end - 1))
-        for (which, position), row in zip(owners, runner.logits(Batch(rows=rows)), strict=True):
-            expected = eager(loaded, prompts[which])[position]
-            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
-            logits[which].append(row)
-    assert [len(rows) for rows in logits] == [3, 2, 3]
-    assert runner.forwarded_tokens == 41 + 6 + 23
-    assert runner.steps == 3
+    assert_exact(loading.load(tiny.save(config, tmp_path / "gemma3"), "cpu", "float32"))
 
 
 @pytest.mark.parametrize(
     ("name", "kwarg"),
     [("granite", "scaling"), ("mistral", "sliding_window"), ("gemma2", "softcap"), ("gpt-oss", "s_aux")],
 )
-def test_each_kwarg_matters_and_the_self_check_sees_it(name: str, kwarg: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = make(name)
-    selfcheck.check(loaded, make_pool(loaded))
+def test_each_kwarg_matters_and_the_self_check_sees_it(
+    name: str, kwarg: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tiny.load(name, tmp_path)
+    selfcheck.check(loaded, tiny.make_pool(loaded))
 
     def deaf(*args: Any, **kwargs: Any) -> Any:
         return attention.paged_attention(*args, **{**kwargs, kwarg: None})
 
-    transformers.AttentionInterface.register(attention.IMPLEMENTATION, deaf)
-    try:
-        with pytest.raises(ModelLoadError, match="differs from the model's own"):
-            selfcheck.check(loaded, make_pool(loaded))
-    finally:
-        transformers.AttentionInterface.register(attention.IMPLEMENTATION, attention.paged_attention)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, attention.IMPLEMENTATION, deaf)
+    with pytest.raises(ModelLoadError, match=f"^{name} cannot be served: .* differs from the model's own"):
+        selfcheck.check(loaded, tiny.make_pool(loaded))
+    logits = tiny.paged(ModelRunner(loaded, tiny.make_pool(loaded)), PARTS[:1])[0]
+    with pytest.raises(AssertionError):
+        tiny.assert_equal(logits, tiny.eager(tiny.untouched(loaded), PARTS[0].ids))
 
 
-def test_copied_tokens_are_the_same_tokens() -> None:
-    loaded = make("llama")
-    runner = ModelRunner(loaded, make_pool(loaded))
+@pytest.fixture
+def llama(tmp_path: Path) -> LoadedModel:
+    return tiny.load("llama", tmp_path)
+
+
+def test_a_step_reads_no_more_keys_than_its_window(tmp_path: Path) -> None:
+    loaded = tiny.load("mistral", tmp_path)
+    pool = tiny.make_pool(loaded)
+    runner = ModelRunner(loaded, pool)
+    own = tiny.eager(tiny.untouched(loaded), tiny.prompt(41))
+    for blocks in (list(range(11)), list(range(40, 51))[::-1]):
+        runner.run(Batch(rows=[Row(token_ids=tiny.prompt(40), start=0, block_ids=blocks, draws=[])]))
+        for block in blocks[: (40 - 7) // tiny.BLOCK]:
+            pool.poison(block)  # what no window reaches any more
+        last = Row(token_ids=tiny.prompt(41)[40:], start=40, block_ids=blocks, draws=[draw()])
+        tiny.assert_equal([(40, runner.logits(Batch(rows=[last]))[0])], own)
+
+
+def test_copied_tokens_are_the_same_tokens(llama: LoadedModel) -> None:
+    runner = ModelRunner(llama, tiny.make_pool(llama))
     ids = [9, 8, 7, 6, 5, 4]
     runner.run(Batch(rows=[Row(token_ids=ids, start=0, block_ids=[10, 11], draws=[])]))
     runner.copy_tokens(11, 30, 1)
     other = [*ids[:5], 50]
     row = Row(token_ids=other[5:], start=5, block_ids=[10, 30], draws=[draw()])
-    torch.testing.assert_close(runner.logits(Batch(rows=[row]))[0], eager(loaded, other)[-1], rtol=1e-4, atol=1e-4)
+    tiny.assert_equal([(5, runner.logits(Batch(rows=[row]))[0])], tiny.eager(tiny.untouched(llama), other))
 
 
-def test_several_draws_come_from_one_row() -> None:
-    loaded = make("llama")
-    runner = ModelRunner(loaded, make_pool(loaded))
+def test_several_draws_come_from_one_row(llama: LoadedModel) -> None:
+    own = tiny.untouched(llama)
+    runner = ModelRunner(llama, tiny.make_pool(llama))
     rows = [
         Row(token_ids=[1, 2, 3], start=0, block_ids=[0], draws=[draw(), draw(), draw()]),
         Row(token_ids=[4, 5], start=0, block_ids=[1], draws=[]),
         Row(token_ids=[6], start=0, block_ids=[2], draws=[draw()]),
     ]
     first, second, third = runner.run(Batch(rows=rows))
-    assert first == [int(eager(loaded, [1, 2, 3])[-1].argmax())] * 3
+    assert first == [int(tiny.eager(own, [1, 2, 3])[-1].argmax())] * 3
     assert second == []
-    assert third == [int(eager(loaded, [6])[-1].argmax())]
+    assert third == [int(tiny.eager(own, [6])[-1].argmax())]
+
+
+def test_attention_without_a_pool_is_an_error_and_not_a_guess(llama: LoadedModel) -> None:
+    with pytest.raises(LookupError):
+        llama.module(input_ids=torch.tensor([[1, 2]]))

@@ -106,26 +106,6 @@ def test_unknown_devices_and_dtypes_are_named(model: Path, tmp_path: Path, devic
     assert [type(event) for event in engine_says] == [LoadFailed]  # before anything was read or converted
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 512,
-        },
-    ],
-)
-def test_positions_that_depend_on_the_longest_prompt_are_refused(model: Path, tmp_path: Path, rope: dict) -> None:
-    config = json.loads((model / "config.json").read_text())
-    config["rope_parameters"] = rope
-    (model / "config.json").write_text(json.dumps(config))
-    assert f"({rope['rope_type']}) are scaled by the longest prompt" in why(model, tmp_path)
-
-
 def test_the_fingerprint_follows_content_dtype_and_layout_but_not_the_name(model: Path, tmp_path: Path) -> None:
     def of(path: Path, dtype: str = "float32", block_size: int = 32) -> str:
         loaded = loading.load(sources.prepare(str(path), tmp_path, quiet), "cpu", dtype)

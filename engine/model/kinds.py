@@ -1,0 +1,59 @@
+"""Tell kinds of models apart by their configuration, and say by name which of them cannot be served.
+
+This module reads configurations alone: it knows nothing of weights, attention or pools.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from engine.errors import ModelLoadError
+
+ADVICE = "choose a decoder-only model with full or sliding attention"
+RUNNING_STATE = {"linear_attention", "conv", "mamba"}  # layers that keep nothing but one
+MIXED = {"hybrid", "hybrid_sliding"}  # layers that attend beside keeping one
+
+
+def refusal(name: str, why: str) -> ModelLoadError:
+    """The error for model `name`: one sentence that says why it cannot be served, and what to do."""
+    return ModelLoadError(f"{name} cannot be served: {why}; {ADVICE}")
+
+
+def require_servable(name: str, config: Any) -> None:
+    """Raise `ModelLoadError` for a kind of model that is known from its configuration not to be servable."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise refusal(name, f"it is an encoder-decoder model ({kind}), which reads a text before it writes another")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise refusal(name, f"transformers does not know its kind ({kind}) as a model that writes text")
+    text = text_config(config)
+    layers = set(getattr(text, "layer_types", None) or ())
+    if layers & (RUNNING_STATE | MIXED) or _is_stateful(config):
+        attends = bool(layers - RUNNING_STATE) if layers else hasattr(text, "num_attention_heads")
+        which, whose = ("hybrid", "some of its layers keep") if attends else ("linear-attention", "its layers keep")
+        raise refusal(name, f"it is a {which} model ({kind}): {whose} a running state instead of keys and values")
+    if getattr(text, "attn_temperature_tuning", False):
+        raise refusal(name, f"its attention ({kind}) is scaled by how many tokens are read at once")
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the model that writes: all of it, but for models that also see."""
+    return config.get_text_config(decoder=True)
+
+
+def attention(config: Any) -> str:
+    """What to call a model's attention: "multi-latent attention (deepseek_v3)", or "attention (llama)"."""
+    latent = getattr(text_config(config), "kv_lora_rank", None) is not None
+    return f"{'multi-latent ' if latent else ''}attention ({config.model_type})"
+
+
+def layer_kind(config: Any, index: int) -> str:
+    """What the configuration calls the attention of layer `index`, such as "chunked attention"."""
+    kinds = getattr(text_config(config), "layer_types", None) or ()
+    return kinds[index].replace("_", " ") if index < len(kinds) else "attention"
+
+
+def _is_stateful(config: Any) -> bool:
+    return bool(getattr(AutoModelForCausalLM._model_mapping[type(config)], "_is_stateful", False))
