@@ -25,13 +25,21 @@ def recorded_dtype(cache_dir: Path, model: str, device: str, dtype: str) -> str:
     target, kind = loading.choose(device, dtype)
     if dtype != "auto":
         return dtype
-    path, key = cache_dir / FILE_NAME, f"{target.type}:{model}"
-    known = _read(path)
-    if known.get(key) in loading.DTYPES:
-        return known[key]
-    chosen = str(kind).removeprefix("torch.")
-    _write(path, {**known, key: chosen})
+    if known := known_dtype(cache_dir, model, target.type):
+        return known
+    path, chosen = cache_dir / FILE_NAME, str(kind).removeprefix("torch.")
+    _write(path, {**_read(path), _key(model, target.type): chosen})
     return chosen
+
+
+def known_dtype(cache_dir: Path, model: str, kind: str) -> str | None:
+    """What "auto" came to mean for a model on this kind of device ("cpu", "cuda", …); None: nothing yet."""
+    known = _read(cache_dir / FILE_NAME).get(_key(model, kind))
+    return known if known in loading.DTYPES else None
+
+
+def _key(model: str, kind: str) -> str:
+    return f"{kind}:{model}"
 
 
 def _read(path: Path) -> dict[str, str]:
