@@ -35,9 +35,9 @@ class Lead(NamedTuple):
 class TextEncoder:
     """The tokenizer of one model. Immutable; safe to use from threads.
 
-    Control tokens are the special ones, and other added ones that the template's `source` spells. Those in `visible`
-    are shown by `decode` although they are special. `added` are the texts of the tokens that are no part of words, by
-    id; `swallows` names those that take the white space after them.
+    `added` are the texts of the tokens that are no part of words, by id; `control` those of them that are special, or
+    that the template's `source` spells; `swallows` names those that take the white space after them. Control tokens in
+    `visible` are shown by `decode` although they are special.
     """
 
     def __init__(self, tokenizer: Tokenizer, source: str = "", visible: Collection[str] = ()) -> None:
@@ -46,13 +46,13 @@ class TextEncoder:
         tokenizer.add_tokens([_shown(token) for token in added.values() if token.special and token.content in visible])
         self.added = {index: token.content for index, token in added.items()}
         self.swallows = {index for index, token in added.items() if token.rstrip}
-        self._control = {
+        self.control = {
             index: token.content
             for index, token in added.items()
             if token.special or (token.content in source and not _is_plain(token.content))
         }
         self._hidden = {index for index, token in added.items() if token.special and token.content not in visible}
-        longest_first = sorted(self._control.values(), key=len, reverse=True)
+        longest_first = sorted(self.control.values(), key=len, reverse=True)
         self._control_re = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._unknown = self._unknown_ids()
         self._bytes = byte_tokens(tokenizer)
@@ -104,7 +104,7 @@ class TextEncoder:
         """The ids of each piece, without a control token that the piece does not spell."""
         encoded = self._batch(pieces) if bare else self._batch_behind(self._lead, pieces)
         for number, (piece, ids) in enumerate(zip(pieces, encoded, strict=True)):
-            made = [self._control[token] for token in ids if token in self._control and token not in self._unknown]
+            made = [self.control[token] for token in ids if token in self.control and token not in self._unknown]
             if made and made != self._control_re.findall(piece):
                 encoded[number] = self._without_forged(piece, ids, bare=bare)
         return encoded
@@ -113,8 +113,8 @@ class TextEncoder:
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         cuts = [0]
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            known = token in self._control and token not in self._unknown
-            if known and text[start:end].strip() != self._control[token]:
+            known = token in self.control and token not in self._unknown
+            if known and text[start:end].strip() != self.control[token]:
                 if end - start < 2:
                     raise InvalidText(f"The model takes {text[start:end]!r} for a control token; leave it out.")
                 cuts.append(start + 1)
@@ -150,8 +150,8 @@ class TextEncoder:
 
     def _choose_lead(self) -> Lead:
         """The first lead that leaves a word as it is; some tokenizers put a space even behind a control token."""
-        control = sorted(self._control, key=lambda index: (index in self.swallows, index))[:1]
-        leads = [self._lead_of(self._control[index], index in self.swallows) for index in control]
+        control = sorted(self.control, key=lambda index: (index in self.swallows, index))[:1]
+        leads = [self._lead_of(self.control[index], index in self.swallows) for index in control]
         with suppress(InvalidText):  # not in this vocabulary
             leads.append(self._lead_of("\n"))
         leads.append(Lead("", []))

@@ -18,6 +18,7 @@ from engine.protocol import Capabilities, Sampling, Submit
 from storage.records import MessageRecord
 
 DEFAULT_MAX_TOKENS = 1024  # of a reply whose length nobody chose
+REASONING_MAX_TOKENS = 8192  # the same where the reply may begin with reasoning
 INLINE_CHARACTERS, INLINE_MESSAGES = 20_000, 64  # larger chats are rendered and encoded beside the event loop
 
 
@@ -72,14 +73,15 @@ class LoadedModel:
 
         The reply may be as long as asked for; where the context leaves less, the engine ends it and says so.
         """
+        usual_length = REASONING_MAX_TOKENS if self.template.notes.thinking else DEFAULT_MAX_TOKENS
         return Submit(
             request_id=new_request_id(),
             session_id=session_id,
             model=self.capabilities.fingerprint,
             token_ids=composed.prompt,
-            max_tokens=min(options.max_tokens or DEFAULT_MAX_TOKENS, self.capabilities.context_length),
+            max_tokens=min(options.max_tokens or usual_length, self.capabilities.context_length),
             sampling=options.sampling or usual,
-            stop_ids=list(self.capabilities.eos_ids),
+            stop_ids=sorted({*self.capabilities.eos_ids, *self.template.end_ids}),
             n=n,
             salt=salt,
             shared_len=composed.shared_len,

@@ -37,6 +37,10 @@ PLAIN = """{{ beginning }}{% for message in messages %}{% if message.role == 'us
 {% endif %}{% endfor %}{% if add_generation_prompt %}Assistant:
 {% endif %}"""
 """For models without a template. `beginning` is what the tokenizer puts before every text."""
+PLAIN_NOTICE = (
+    "This model has no chat template; a plain one is used, so replies may be poor. Choose an instruct model for "
+    "chatting."
+)
 PLAIN_STOPS = ("\n\nUser:", "\nUser:", "\n\nAssistant:", "\nAssistant:")
 """Where a reply ends, because a model that was not made for chatting goes on with the other side's lines."""
 

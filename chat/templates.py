@@ -31,7 +31,7 @@ from pathlib import Path
 from chat.encoding import TextEncoder, unused_characters
 from chat.errors import ChatError, PromptTooLong, TemplateError, UnusableModel
 from chat.openings import Openings
-from chat.rendering import PLAIN, PLAIN_STOPS, Renderer
+from chat.rendering import PLAIN, PLAIN_NOTICE, PLAIN_STOPS, Renderer
 from chat.template_files import TemplateFiles, beginning_of_texts, read_template_files
 from chat.template_traits import probe
 from chat.thinking import Marks, Policy, Splitter, find_marks, reasoning_tokens
@@ -39,10 +39,6 @@ from chat.views import ModelNotes, Role
 from storage.reasoning import split_reply
 
 LARGE = 100_000  # characters; longer texts are not encoded, which takes seconds, where they surely do not fit
-NO_TEMPLATE = (
-    "This model has no chat template; a plain one is used, so replies may be poor. Choose an instruct model for "
-    "chatting."
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class ChatTemplate:
         added = [token.content for token in files.tokenizer.get_added_tokens_decoder().values()]
         self._marks = find_marks(added, source)
         self._stripped = self._marks if thinking == "strip" else None
-        self.notes = ModelNotes("" if files.source else NO_TEMPLATE, thinking if self._marks else None)
+        self.notes = ModelNotes("" if files.source else PLAIN_NOTICE, thinking if self._marks else None)
         spelt = "".join([self._marks.opening, self._marks.closing, self._marks.direct]) if self._marks else ""
         self._encoder = TextEncoder(files.tokenizer, source, {token for token in added if token in spelt})
         renderer = Renderer(source, names)
@@ -163,6 +159,11 @@ class ChatTemplate:
     def closes(self, token_id: int) -> bool:
         """Whether `token_id` is what the template itself writes after a reply, so that it may end a stored reply."""
         return self._traits.closing.startswith(self._encoder.added.get(token_id, "\0"))
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The control tokens that the template writes right after a reply, so that one of them ends it."""
+        return [index for index in self._encoder.control if self.closes(index)]
 
     def ends_prompt(self, token_ids: Sequence[int]) -> bool:
         """Whether this segment ends in the generation prompt, so that a reply can follow it."""

@@ -61,7 +61,7 @@ def test_how_much_to_shorten(tokens, words):
     assert words in str(PromptTooLong(tokens, 8192))
 
 
-@pytest.fixture(params=["no tokenizer", "no template", "broken template"])
+@pytest.fixture(params=["no tokenizer", "broken template"])
 def unusable(request, embedded_model: Path, tmp_path: Path) -> tuple[Path, str]:
     """A model directory, and a part of the sentence about it."""
     folder = tmp_path / "model"
@@ -69,8 +69,6 @@ def unusable(request, embedded_model: Path, tmp_path: Path) -> tuple[Path, str]:
     if request.param == "no tokenizer":
         return folder, "tokenizer of the model in"
     shutil.copy(embedded_model / "tokenizer.json", folder)
-    if request.param == "no template":
-        return folder, "has no chat template"
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no chats, please') }}")
     return folder, "no chats, please"
 
@@ -92,23 +90,24 @@ async def test_a_model_that_cannot_chat_is_the_servers_fault_and_says_so(unusabl
         assert engine["phase"] == "failed"
         assert sentence in engine["message"]
     page = ChatPage(service)
-    notice = (await page._on_send("new-1", "hi", "", "Model's own", 1.0, 1.0, "", ""))[page._notice]
+    notice = (await page._on_send("new-1", "", "hi", "", "Model's own", 1.0, 1.0, "", ""))[page._notice]
     assert sentence in notice["html"]
     assert await service.sessions(service.user.id) == []
     await service.close()
 
 
 async def test_an_order_of_roles_that_the_template_refuses_is_the_clients_fault(with_template, tmp_path, store):
-    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
-    with_template(strict + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
+    twice = "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('take turns') }}{% endif %}"
+    strict = "{% for m in messages %}" + twice + "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    with_template(strict)
     service = ChatService(store, FakeEngine(tmp_path, lambda *_: []))  # type: ignore[arg-type]
     await service.start()
     async with serving(service) as url, httpx.AsyncClient(base_url=url) as http:
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
+        messages = [{"role": "user", "content": "s"}, {"role": "user", "content": "hi"}]
         answer = await http.post("/v1/chat/completions", json={"model": "default", "messages": messages})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "template_error")
-        assert "no system prompts" in error["message"]
+        assert "take turns" in error["message"]
     assert service.status().phase == "ready"
     await service.close()
 
