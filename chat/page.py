@@ -82,6 +82,7 @@ class ChatPage:
                     js_on_load=None, apply_default_css=False,
                 )  # fmt: skip
             self._chat = gr.Textbox(elem_id="kw-chat", visible="hidden", label="Chat")
+            self._model = gr.Textbox(elem_id="kw-chosen-model", visible="hidden", label="Model")
 
     def _render_settings(self) -> None:
         gr.HTML(html.SHELL_SETTINGS, js_on_load=None, apply_default_css=False)
@@ -128,8 +129,8 @@ class ChatPage:
         self._events.rename(self._on_rename, None, slots, **call)
         self._events.remove(self._on_remove, None, slots, **call)
         sending = self._send.click(
-            self._on_send, [self._chat, self._box, self._prompt, *self._options], slots,
-            js="(chat, ...rest) => [keepwarm.chat(), ...rest]", **call,
+            self._on_send, [self._chat, self._model, self._box, self._prompt, *self._options], slots,
+            js="(chat, model, ...rest) => [keepwarm.chat(), keepwarm.model(), ...rest]", **call,
         )  # fmt: skip
         sending.failure(None, None, None, js="() => keepwarm.sent()")
         gr.on(
@@ -155,13 +156,13 @@ class ChatPage:
         except Exception as error:
             return self._problem(chat, error)
 
-    async def _on_send(self, chat: str, text: str, prompt: str, *options: Any) -> Outputs:
+    async def _on_send(self, chat: str, model: str, text: str, prompt: str, *options: Any) -> Outputs:
         """Send `text`; a new chat is stored with its first message. On an error the text stays in its box."""
         was, user = chat, self._service.user.id
         try:
             chosen = turn_options(*options)
             if chat.startswith(NEW):
-                chat = (await self._service.create_session(user, prompt)).id
+                chat = (await self._service.create_session(user, prompt, model or None)).id
             try:
                 await self._service.send(user, chat, text, chosen)
             except Exception:
@@ -244,6 +245,7 @@ class ChatPage:
             "html": html.chat_header(detail.title, detail.context_tokens, detail.context_length),
             "title": detail.title,
             "prompt": detail.system_prompt,
+            "model": detail.model_id or "",
             "fixed": detail.system_prompt_fixed,
         }
 

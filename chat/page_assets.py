@@ -9,9 +9,9 @@ FOLDER = Path(__file__).parent.parent / "assets" / "page"
 PREFIX = "/page/assets"
 
 
-def style_tag() -> str:
-    """The page's style, for the head."""
-    return f'<link rel="stylesheet" href="{_address("page.css")}">'
+def head_tags() -> str:
+    """The page's style, and the script of a part that stands for itself, for the head."""
+    return f'<link rel="stylesheet" href="{_address("page.css")}"><script src="{_address("models.js")}"></script>'
 
 
 def script_tag() -> str:

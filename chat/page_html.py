@@ -38,6 +38,8 @@ SHELL_NOTICE = """
 SHELL_SETTINGS = f"""
 <div class="kw-settings-head"><h2>Settings</h2>
 <button type="button" class="kw-icon" data-act="settings" aria-label="Close settings">{icon("close")}</button></div>
+<div class="kw-own-model"><span>Model</span>
+<button type="button" class="kw-model" data-act="models" aria-haspopup="dialog"></button></div>
 """
 
 PROMPT_NOTE = """
@@ -68,7 +70,7 @@ def chat_header(title: str, context_tokens: int = 0, context_length: int = 0) ->
         f'<button type="button" class="kw-icon kw-phone" data-act="menu" aria-label="Show the list of chats">'
         f"{icon('menu')}</button>"
         f'<h1 class="kw-title" title="{escape(title)}">{escape(title) or "New chat"}</h1>'
-        f'<span class="kw-model" id="kw-model"></span>{meter}'
+        f'<button type="button" class="kw-model" data-act="models" aria-haspopup="dialog"></button>{meter}'
         f'<button type="button" class="kw-icon" data-act="settings" aria-expanded="false" '
         f'aria-controls="kw-settings" aria-label="Settings" title="Settings">{icon("sliders")}</button>'
     )

@@ -1,4 +1,4 @@
-"""The page's own routes: its state, asked for every few seconds, and the reply in the making, as an event stream.
+"""The page's own routes: its state, asked for every few seconds, the models, and the reply in the making as a stream.
 
 Neither goes through Gradio's queue, which forgets an event that is begun while the stream of an earlier one closes. A
 tab holds a connection only while it shows a running reply (browsers allow six per server, for all tabs together).
@@ -14,6 +14,7 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from chat.errors import SessionNotFound
@@ -25,6 +26,24 @@ from engine.state import EngineState
 
 PAGE_OF_CHATS, MOST_CHATS = 100, 100_000
 TICK_S = 0.07  # between two updates of a growing reply; the first text and the end go out at once
+
+
+class WantedModel(BaseModel):
+    """A model as a person names it."""
+
+    model_config = ConfigDict(strict=True)
+
+    source: str
+    adapter: str = ""
+
+
+class ModelChoice(BaseModel):
+    """A chat, and the id of the model that it is to be held with."""
+
+    model_config = ConfigDict(strict=True)
+
+    chat: str
+    model: str
 
 
 def page_router(service: ChatService) -> APIRouter:
@@ -53,6 +72,17 @@ def page_router(service: ChatService) -> APIRouter:
         if version != has:
             answer |= {"chats": shown, "more": len(chats) > limit}
         return answer
+
+    @router.post("/page/models")
+    async def load(wanted: WantedModel) -> dict[str, Any]:
+        """Load a model and remember it; answers when it is ready to chat."""
+        return _model(await service.add_model(wanted.source, wanted.adapter))
+
+    @router.post("/page/model")
+    async def choose(choice: ModelChoice) -> dict[str, Any]:
+        """Hold a chat with this model from its next turn on."""
+        await service.choose_model(service.user.id, choice.chat, choice.model)
+        return {}
 
     @router.get("/page/turn")
     async def turn(chat: str) -> StreamingResponse:

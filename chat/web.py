@@ -18,7 +18,7 @@ from chat.api import api_router
 from chat.figures import figures_router
 from chat.guard import add_guards
 from chat.page import build_page
-from chat.page_assets import FOLDER, PREFIX, style_tag
+from chat.page_assets import FOLDER, PREFIX, head_tags
 from chat.page_gate import PageGate
 from chat.page_routes import page_router
 from chat.page_theme import page_theme
@@ -69,7 +69,7 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
         pwa=False,
         favicon_path=str(FOLDER / "favicon.png"),
         theme=page_theme(),
-        head=style_tag(),
+        head=head_tags(),
     )
     return app
 

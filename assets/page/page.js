@@ -413,6 +413,7 @@ window.keepwarm = (() => {
     if ((offline && server) || awake) reopen(); // what the chat shows depends on both
     server = state.server;
     engine = state.engine;
+    keepwarmModels.take(state);
     if (state.chats) {
       chats = state.chats;
       more = state.more;
@@ -425,11 +426,32 @@ window.keepwarm = (() => {
     showModel();
   }
 
+  // --- the model of the chat ------------------------------------------------------------------------------------
+
+  const MODEL_KEY = "kw-model:new";
+
+  // Which model the next reply comes from; "" is the default.
+  const model = () => (current.startsWith(NEW) ? keepwarmModels.known(sessionStorage.getItem(MODEL_KEY)) : header?.model || "");
+
   function showModel() {
-    const place = $("#kw-model");
-    if (!place) return;
-    place.textContent = engine.model || "";
-    place.title = engine.device ? `${engine.model} on ${engine.device}` : "";
+    const mine = keepwarmModels.find(model());
+    for (const place of document.querySelectorAll(".kw-model")) {
+      place.textContent = mine?.name || "";
+      place.title = mine ? `Replies come from ${mine.name}; choose another` : "";
+    }
+  }
+
+  async function chooseModel(id) {
+    const chat = current;
+    try {
+      if (chat.startsWith(NEW)) sessionStorage.setItem(MODEL_KEY, id);
+      else await keepwarmModels.choose(chat, id);
+    } catch {
+      return poll(); // gone, or out of reach: the state tells
+    }
+    if (chat === current && !chat.startsWith(NEW)) reopen();
+    showModel();
+    poll();
   }
 
   function showStatus() {
@@ -501,6 +523,7 @@ window.keepwarm = (() => {
     more: () => ((limit += 200), (version = ""), poll()),
     menu: () => document.body.classList.toggle("kw-menu"),
     settings: () => toggleSettings(),
+    models: () => keepwarmModels.open(keepwarmModels.find(model())?.id, chooseModel),
     example: (button) => (setValue(box(), button.dataset.text), $("#kw-send").click(), focusBox()),
     retry: () => whyNoReply() || (trigger("retry", { chat: current }), (stick = true)),
     stop: () => ((stopping = true), refreshSend(), trigger("stop", { chat: current })),
@@ -566,5 +589,5 @@ window.keepwarm = (() => {
   addEventListener("popstate", () => trigger && open(fromAddress() || NEW + ++newCount, { push: false }));
   addEventListener("pagehide", keepDraft);
 
-  return { accept, slot, bind, sent, keepOptions, keptOptions, chat: () => current };
+  return { accept, slot, bind, sent, keepOptions, keptOptions, chat: () => current, model };
 })();

@@ -40,7 +40,7 @@ def test_lengths_that_no_reply_can_have_are_named(text):
 async def test_a_bad_seed_stores_nothing(service, store, engine):
     page = ChatPage(service)
     for chat in ("new-1", (await service.create_session(service.user.id)).id):
-        notice = (await page._on_send(chat, "hi", "", MY_SAMPLING, 1.0, 1.0, "9" * 30, ""))[page._notice]
+        notice = (await page._on_send(chat, "", "hi", "", MY_SAMPLING, 1.0, 1.0, "9" * 30, ""))[page._notice]
         assert "Seed in the settings" in notice["html"]
         assert notice["chat"] == chat
     assert await store.path(chat) == []
@@ -50,7 +50,7 @@ async def test_a_bad_seed_stores_nothing(service, store, engine):
 
 async def test_the_greatest_values_are_answered(service, engine):
     page = ChatPage(service)
-    shown = await page._on_send("new-1", "hi", "", MY_SAMPLING, 1.0, 1.0, str(MOST), str(MOST))
+    shown = await page._on_send("new-1", "", "hi", "", MY_SAMPLING, 1.0, 1.0, str(MOST), str(MOST))
     assert shown[page._notice]["sent"]
     assert engine.submits[0].sampling.seed == MOST
     assert engine.submits[0].max_tokens == engine.capabilities.context_length

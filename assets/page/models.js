@@ -1,0 +1,119 @@
+// The dialog in which a person chooses the model of a chat or loads another one. It knows what the server last said of
+// models; which chat is on the screen, and what a choice means for it, is the page's.
+"use strict";
+
+window.keepwarmModels = (() => {
+  let models = [], loads = [], dialog = null, problem = "", waiting = false;
+
+  function element(tag, attributes = {}, ...children) {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) if (value !== null) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  }
+
+  // What the server says, every few seconds.
+  function take(state) {
+    models = state.models;
+    loads = state.loads;
+    if (dialog) drawProgress();
+  }
+
+  // The model of this id, or the default; null before the server has said.
+  const find = (id) => models.find((model) => model.id === id) || models.find((model) => model.default) || null;
+
+  // The id itself while there is such a model, else "".
+  const known = (id) => (models.some((model) => model.id === id) ? id : "");
+
+  async function post(path, body) {
+    const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+    const told = await answer.json();
+    if (!answer.ok) throw new Error(told.error?.message || answer.statusText);
+    return told;
+  }
+
+  function row(model, chosen, pick) {
+    const where = model.adapter ? `${model.source} with ${model.adapter}` : model.source;
+    const state = model.served ? "ready" : "is loaded when used";
+    const button = element("button", { type: "button", class: "kw-model-row", "aria-pressed": String(model.id === chosen) },
+      element("span", { class: "kw-model-name" }, model.name),
+      element("span", { class: "kw-model-about", title: where }, model.default ? `the default · ${state}` : `${where} · ${state}`));
+    button.addEventListener("click", () => pick(model.id));
+    return button;
+  }
+
+  // Ask which model the chat is to be held with; `choose` gets its id.
+  function open(chosen, choose) {
+    if (dialog) return;
+    problem = "";
+    const pick = (id) => {
+      dialog?.close();
+      if (id !== chosen) choose(id);
+    };
+    const source = element("input", { type: "text", id: "kw-source", autocomplete: "off", spellcheck: "false", placeholder: "Folder, .gguf file, or owner/name", "aria-describedby": "kw-load-about" });
+    const adapter = element("input", { type: "text", id: "kw-adapter", autocomplete: "off", spellcheck: "false", placeholder: "None" });
+    const load = element("button", { type: "submit", class: "kw-primary" }, "Load");
+    const form = element("form", { class: "kw-load" },
+      element("label", { for: "kw-source" }, "Load another model"), element("div", { class: "kw-load-line" }, source, load),
+      element("details", {}, element("summary", {}, "With a LoRA adapter"), element("label", { for: "kw-adapter", class: "kw-hidden" }, "LoRA adapter"), adapter),
+      element("div", { id: "kw-load-about", class: "kw-load-about", role: "status" }));
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (source.value.trim() && !waiting) begin(source.value, adapter.value, pick);
+    });
+    const close = element("button", { type: "button", class: "kw-quiet" }, "Close");
+    close.addEventListener("click", () => dialog.close());
+    dialog = element("dialog", { class: "kw-dialog kw-models", "aria-labelledby": "kw-models-title" },
+      element("h2", { id: "kw-models-title" }, "Model of this chat"),
+      element("p", {}, "A chat can change its model at any time; the next reply comes from the one chosen here."),
+      element("div", { class: "kw-model-list" }, ...models.map((model) => row(model, chosen, pick))), form,
+      element("div", { class: "kw-answers" }, close));
+    document.body.append(dialog);
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      dialog = null;
+    });
+    dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    drawProgress();
+    dialog.showModal();
+    (dialog.querySelector("[aria-pressed=true]") || source).focus();
+  }
+
+  // Loading goes on when the dialog is closed; the model is then in the list.
+  async function begin(source, adapter, pick) {
+    const mine = dialog;
+    waiting = true;
+    problem = "";
+    drawProgress();
+    try {
+      const model = await post("/page/models", { source, adapter });
+      models = [...models.filter((other) => other.id !== model.id), model];
+      if (mine === dialog) pick(model.id);
+    } catch (error) {
+      problem = error.message || "Keepwarm does not answer.";
+    }
+    waiting = false;
+    if (dialog) drawProgress();
+  }
+
+  function drawProgress() {
+    const place = dialog.querySelector("#kw-load-about"), button = dialog.querySelector(".kw-primary");
+    button.disabled = waiting;
+    const parts = loads.map((load) => {
+      const bar = element("progress", { "aria-label": "Loading" });
+      if (load.total) {
+        bar.max = load.total;
+        bar.value = load.done;
+      }
+      const share = load.total ? ` (${Math.round((100 * load.done) / load.total)}%)` : "";
+      return element("div", { class: "kw-loading" }, element("span", {}, `${load.model}: ${load.stage || "waiting"}${share}`), bar);
+    });
+    if (!parts.length && waiting) parts.push(element("div", { class: "kw-loading" }, element("span", {}, "Loading"), element("progress")));
+    if (problem) parts.push(element("p", { class: "kw-load-problem", role: "alert" }, problem));
+    place.replaceChildren(...parts);
+  }
+
+  const choose = (chat, model) => post("/page/model", { chat, model });
+
+  return { take, find, known, open, choose };
+})();
