@@ -1,7 +1,8 @@
 """A turn in the form that OpenAI's clients expect: one body, or server-sent events.
 
-Knows what a turn has, and nothing of how it is sent. Beside OpenAI's fields an answer carries one object, `keepwarm`,
-in the last chunk when streamed:
+Knows what a turn has, and nothing of how it is sent. A reply's reasoning is told apart from its `content`, as
+`reasoning_content`, which is there only where there is some. Beside OpenAI's fields an answer carries one object,
+`keepwarm`, in the last chunk when streamed:
 
     tokens              where the tokens came from: {"device": found in the pool, "computed": read by the model,
                         "recomputed": read again because the pool was full meanwhile, "output": written}
@@ -28,6 +29,10 @@ from chat.completion import ApiTurn
 from chat.generation import Piece
 from chat.openai_types import ChatRequest, finish_reason
 from chat.refusals import error_body
+from chat.thinking import STORED, Splitter, Trimmer
+from storage.reasoning import split_reply
+
+NAMES = {"reasoning": "reasoning_content", "answer": "content"}
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Answer:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": reply.content.text, "refusal": None},
+                "message": {"role": "assistant", **_content(reply.content.text), "refusal": None},
                 "logprobs": None,
                 "finish_reason": finish_reason(reply.finish_reason),
             }
@@ -65,15 +70,21 @@ class Answer:
         for index in range(count):
             yield self._chunk(index, {"role": "assistant", "content": ""})
         ended = 0
+        parts = [_Parts() for _ in range(count)]
         async for event in self.turn.events():
+            told = parts[event.index].tell(event.text) if isinstance(event, Piece) else parts[event.index].end()
+            for name, text in told:
+                yield self._chunk(event.index, {name: text})
             if isinstance(event, Piece):
-                yield self._chunk(event.index, {"content": event.text})
                 continue
             ended += 1
             reason = finish_reason(self.turn.replies[event.index].finish_reason)
             last = ended == count and not self.chat.include_usage
             yield self._chunk(event.index, {}, reason, {"keepwarm": self._extension()} if last else {})
         if (cut := self.turn.cut_by()) is not None:
+            for index, rest in enumerate(parts):
+                for name, text in rest.end():
+                    yield self._chunk(index, {name: text})
             yield sent_event(error_body(cut))
             return
         if self.chat.include_usage:
@@ -122,3 +133,24 @@ class Answer:
 def sent_event(body: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _Parts:
+    """The reasoning and the answer of one reply as they grow, under OpenAI's names."""
+
+    def __init__(self) -> None:
+        self._splitter = Splitter(STORED)
+        self._trimmer = Trimmer()
+
+    def tell(self, piece: str) -> list[tuple[str, str]]:
+        """What `piece` adds."""
+        return [(NAMES[part], text) for part, text in self._trimmer.trim(self._splitter.push(piece))]
+
+    def end(self) -> list[tuple[str, str]]:
+        """What was kept back until the reply is over."""
+        return [(NAMES[part], text) for part, text in self._trimmer.trim(self._splitter.flush())]
+
+
+def _content(text: str) -> dict[str, str]:
+    parts = split_reply(text)
+    return {"content": parts.answer, **({"reasoning_content": parts.reasoning} if parts.reasoning else {})}
