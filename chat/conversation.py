@@ -164,7 +164,7 @@ class Conversations:
         try:
             return await self._models.get(session.model_id)
         except ModelUnavailable as error:
-            raise ModelUnavailable(f"{error.message}. Choose another model for this chat to go on.") from error
+            raise ModelUnavailable(f"{error.message} Choose another model for this chat to go on.") from error
 
     async def _reply(
         self,

@@ -102,7 +102,7 @@ class Models:
         if not source or "\0" in source + adapter:
             raise InvalidRequest("Name a model: a folder, a .gguf file, or a hub id such as owner/name.", "model")
         self._ready()
-        capabilities = await self._served(source, adapter)
+        capabilities = await self._served("That model", source, adapter)
         record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
         try:
             return await self._files_of(record, capabilities)
@@ -177,18 +177,15 @@ class Models:
         raise ModelNotFound(model_id)
 
     async def _load(self, record: ModelRecord) -> LoadedModel:
-        try:
-            capabilities = await self._served(record.source, record.adapter)
-        except ModelUnavailable as error:
-            raise ModelUnavailable(f"The model {record.name!r} cannot be loaded: {error.message}") from error
+        capabilities = await self._served(f"The model {record.name!r}", record.source, record.adapter)
         await self._store.touch_model(record.id)
         return await self._files_of(record, capabilities)
 
-    async def _served(self, source: str, adapter: str) -> Capabilities:
+    async def _served(self, what: str, source: str, adapter: str) -> Capabilities:
         try:
             return await self._engine.load(source, adapter or None, self._engine.config.dtype)
         except ModelLoadError as error:
-            raise ModelUnavailable(str(error)) from error
+            raise ModelUnavailable(f"{what} cannot be loaded: {error}.") from error
         except EngineUnavailable as error:
             raise NotReady(f"{error}.") from error
 
