@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
 from engine.model import kinds, rope
+from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
 from engine.model.sources import PreparedModel, first_line
+from engine.model.weights import check_complete
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORIGIN = {"_name_or_path", "transformers_version"}  # what a configuration says of itself, not of the model
@@ -52,9 +54,18 @@ def load(prepared: PreparedModel, device: str, dtype: str, context: int | None =
     try:
         config = AutoConfig.from_pretrained(prepared.path, **here)
         kinds.require_servable(prepared.name, config)
-        module = AutoModelForCausalLM.from_pretrained(
-            prepared.path, dtype=kind, attn_implementation="eager", use_safetensors=True, **here
+        module, info = AutoModelForCausalLM.from_pretrained(
+            prepared.path,
+            dtype=kind,
+            attn_implementation="eager",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told by name
+            **here,
         )
+        check_complete(module, info, prepared.name)
+        if prepared.adapter is not None:
+            module = merge_adapter(module, prepared.adapter, prepared.name)
         module = module.to(target).eval()
         module.set_attn_implementation(IMPLEMENTATION)
     except ModelLoadError:
