@@ -18,8 +18,8 @@ from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.model import loading, memory, sources
 from engine.model.choices import recorded_dtype
-from engine.served import Measures, ServedModel, in_mib
-from engine.shares import split
+from engine.served import Measures, ServedModel, contents, in_mib
+from engine.shares import split, usual_bytes
 
 MIN_BLOCKS = 2
 WEIGHTS_MARGIN = 256 * 2**20  # beside the weights themselves: activations, and what other programs need meanwhile
@@ -75,7 +75,8 @@ class Residents:
         """
         cache_dir = Path(self._config.cache_dir)
         dtype = recorded_dtype(cache_dir, wanted.model, self._config.device, wanted.dtype)
-        prepared = sources.prepare(wanted.model, cache_dir, progress)
+        _, kind = loading.choose(self._config.device, dtype)
+        prepared = sources.prepare(wanted.model, cache_dir, progress, adapter=wanted.adapter, dtype=kind)
         return Found(prepared, dtype)
 
     def bring(self, found: Found, progress: sources.Progress) -> ServedModel:
@@ -114,10 +115,10 @@ class Residents:
         return [f"the pools take {total} bytes of a budget of {self.budget}"] if total > self.budget else []
 
     def _same(self, found: Found) -> ServedModel | None:
-        """The served model of the same contents in the same dtype, if its weights need no reading."""
+        """The served model of the same files' contents in the same dtype: its weights need not be read to know it."""
         _, kind = loading.choose(self._config.device, found.dtype)
         for served in self:
-            if (served.loaded.prepared.digest, served.loaded.dtype) == (found.prepared.digest, kind):
+            if served.loaded.dtype == kind and served.contents == contents(found.prepared):
                 return served
         return None
 
@@ -125,11 +126,11 @@ class Residents:
         target, kind = loading.choose(self._config.device, found.dtype)
         self._make_room_for_weights(found.prepared, kind, target)
         progress("loading weights", 0, 0)
-        return loading.load(found.prepared, self._config.device, found.dtype)
+        return loading.load(found.prepared, self._config.device, found.dtype, self._config.context)
 
     def _make_room_for_weights(self, prepared: sources.PreparedModel, dtype: torch.dtype, device: torch.device) -> None:
         """Unload who is idle, the least recently used first, until there is room. Raises `ModelLoadError`."""
-        needed = WEIGHTS_MARGIN
+        needed = sources.weight_bytes(prepared, dtype) + WEIGHTS_MARGIN
         for served in [s for s in self if s.has_weights and s.scheduler.idle]:
             if memory.available(device) >= needed:
                 return
@@ -143,8 +144,9 @@ class Residents:
 
     def _admit(self, loaded: loading.LoadedModel, measures: Measures) -> ServedModel:
         """A newcomer: the others shrink, and it gets the rest. Raises `ModelLoadError`."""
-        usual = measures.usual_bytes(self._config.block_size)
         if self._config.device_kv is None:
+            free = memory.available(loaded.device)
+            usual = usual_bytes(measures.context_length, self._config.block_size, measures.block_bytes, free)
             self._auto_budget = max(self._auto_budget, usual)
         least = MIN_BLOCKS * measures.block_bytes
         if self.budget < least:

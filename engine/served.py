@@ -18,9 +18,10 @@ from engine.errors import EngineError, ModelLoadError
 from engine.model import loading, selfcheck
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
+from engine.model.sources import PreparedModel
 from engine.protocol import Capabilities, Event, ModelUsage, Rejected, Submit
 from engine.scheduler import Scheduler
-from engine.shares import Holding, usual_bytes
+from engine.shares import Holding
 
 WARM_UP_TOKENS = 64
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
@@ -52,10 +53,6 @@ class Measures:
             weight_bytes=sum(parameter.nbytes for parameter in loaded.module.parameters()),
         )
 
-    def usual_bytes(self, block_size: int) -> int:
-        """The pool that serves this model well."""
-        return usual_bytes(self.context_length, block_size, self.block_bytes)
-
 
 class ServedModel:
     """A model and its requests. Made with weights, checked and warmed up; `unload` and `attach` take and bring them."""
@@ -65,6 +62,7 @@ class ServedModel:
     ) -> None:
         self.measures = measures
         self.loaded = loaded
+        self.contents = contents(loaded.prepared)
         self._pool = _make_pool(loaded, measures.shape, blocks, config.block_size)
         selfcheck.check(loaded, self._pool)
         self.runner = ModelRunner(loaded, self._pool)
@@ -185,6 +183,11 @@ class ServedModel:
         self.scheduler.drop("warm-up")
         self.runner.steps = self.runner.forwarded_tokens = 0
         self.scheduler.reset_counters()
+
+
+def contents(prepared: PreparedModel) -> tuple[str, bytes]:
+    """What tells two prepared models apart without loading them: the digest of the weights, and the configuration."""
+    return prepared.digest, (prepared.path / "config.json").read_bytes()
 
 
 def in_mib(size: int) -> str:

@@ -31,6 +31,10 @@ def split(budget: int, others: Sequence[Holding]) -> tuple[list[int], int]:
     return kept, max(0, budget - sum(kept))
 
 
-def usual_bytes(context_length: int, block_size: int, block_bytes: int) -> int:
-    """The budget that serves a model well where none is set: two full contexts, and at least `LEAST_USUAL`."""
-    return max(2 * -(-context_length // block_size) * block_bytes, LEAST_USUAL)
+def usual_bytes(context_length: int, block_size: int, block_bytes: int, free: int | None = None) -> int:
+    """The budget that serves a model well where none is set: two full contexts, and at least `LEAST_USUAL`.
+
+    With `free` bytes of memory, no more than half of them: a model of a very long context gets less than it could use.
+    """
+    usual = 2 * -(-context_length // block_size) * block_bytes
+    return max(usual if free is None else min(usual, free // 2), LEAST_USUAL)
