@@ -13,6 +13,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         model=settings.model,
         device=settings.device,
         dtype=settings.dtype,
+        context=settings.context,
         device_kv=None if settings.device_kv is None else int(settings.device_kv),
         log_level=settings.log_level,
     )

@@ -23,6 +23,7 @@ Config = Annotated[str | None, option("config", "FILE")]
 Model = Annotated[str | None, option("model", "MODEL")]
 Device = Annotated[str | None, option("device", "auto|cpu|cuda|mps")]
 Dtype = Annotated[str | None, option("dtype", "auto|float32|bfloat16|float16")]
+Context = Annotated[str | None, option("context", "TOKENS")]
 DeviceKv = Annotated[str | None, option("device_kv", "SIZE")]
 Thinking = Annotated[str | None, option("thinking", "preserve|strip")]
 Browser = Annotated[

@@ -52,8 +52,14 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights and the cache; float32 repeats a reply exactly."
     )
+    context: int | None = Field(
+        None, ge=1, description="The most tokens that a chat may have; otherwise as many as the model was made for."
+    )
     device_kv: ByteSize | None = Field(
-        None, gt=0, description="Memory that holds warm chats, like 256MiB; otherwise room for two full contexts."
+        None,
+        gt=0,
+        description="Memory that holds warm chats, of all models together, like 256MiB; otherwise room for two full "
+        "contexts.",
     )
     thinking: Literal["preserve", "strip"] = Field(
         "preserve",
@@ -73,7 +79,7 @@ class Settings(BaseSettings):
             )
         return host
 
-    @field_validator("port", "device_kv", mode="before")
+    @field_validator("port", "device_kv", "context", mode="before")
     @classmethod
     def _no_yes_or_no(cls, number: object) -> object:
         if isinstance(number, bool):  # which Python counts as a number
@@ -222,6 +228,8 @@ def _reason(name: str, value: object, details: ErrorDetails) -> str:
     """What is wrong with a value and what would be right, after the colon of an error line."""
     if name == "device_kv":
         return "not a size; write it like 256MiB, 1.5GB or a number of bytes"
+    if name == "context":
+        return "not a number of tokens; give a whole number from 1"
     if name == "port":
         return "not a port; give a whole number from 0 to 65535"
     annotation = Settings.model_fields[name].annotation

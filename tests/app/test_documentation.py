@@ -13,7 +13,13 @@ from chat.settings import Settings, flag, variable
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-ABSENT = {"data_dir": "see Data and privacy", "config": "see above", "device_kv": "two full contexts, at least 256 MiB"}
+ABSENT = {
+    "data_dir": "see Data and privacy",
+    "config": "see above",
+    "adapter": "none",
+    "context": "the model's own",
+    "device_kv": "two full contexts, at least 256 MiB",
+}
 
 
 def table_row(name: str) -> str:
