@@ -77,7 +77,6 @@ class _Api:
         except ChatError as error:
             return refusal(error)
         except StorageError as error:
-            log.error("a completion failed: %s", error)
             return refusal(StorageFailed(error))
         except ClientDisconnect:
             return Response(status_code=GONE)

@@ -154,14 +154,14 @@ class EngineFailed(ChatError):
 
 
 class StorageFailed(ChatError):
-    """The database refused; nothing of the request was stored."""
+    """The database could not store or read; nothing of the request was stored."""
 
     code = "storage_failed"
     retryable = True
 
     def __init__(self, reason: Exception) -> None:
         code = "storage_full" if isinstance(reason, DiskFull) else None
-        super().__init__(f"This could not be stored: {reason}", code=code)
+        super().__init__(f"Keepwarm's database failed: {reason}.", code=code)
 
 
 def check_text(text: str, what: str) -> str:

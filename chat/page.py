@@ -15,11 +15,12 @@ from typing import Any
 import gradio as gr
 
 from chat import page_html as html
-from chat.errors import ChatError, InvalidRequest, SessionNotFound
+from chat.errors import ChatError, InvalidRequest, SessionNotFound, StorageFailed
 from chat.page_assets import script_tag
 from chat.service import ChatService
 from chat.views import SessionDetail, TurnOptions
 from engine.protocol import Sampling
+from storage.errors import StorageError
 
 NEW = "new-"  # the browser's names for chats that have no message yet, and so are not stored
 NOWHERE = NEW + "0"  # the new chat that stands in for one that does not exist
@@ -222,6 +223,9 @@ class ChatPage:
 
     def _problem(self, chat: str, error: Exception) -> Outputs:
         """What went wrong as a notice above the message box, whose text is left alone."""
+        if isinstance(error, StorageError):
+            log.error("the page could not do what was asked: %s", error)
+            error = StorageFailed(error)
         if isinstance(error, ChatError):
             text = str(error)
         else:

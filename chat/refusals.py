@@ -62,6 +62,8 @@ def error_body(error: ChatError) -> dict[str, Any]:
 def refusal(error: ChatError, **headers: str) -> Response:
     """The answer to a request that is refused; the names of `headers` are spelt with underscores."""
     status = status_of(error)
+    if status >= 500 and status != 503:
+        log.error("a request failed: %s", error)
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     if status == 503:
         named["Retry-After"] = RETRY_AFTER
@@ -92,7 +94,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case ChatError():
             return refusal(error)
         case StorageError():
-            log.error("a request failed: %s", error)
             return refusal(StorageFailed(error))
         case RequestValidationError():
             return refusal(wrong_value(error.errors(), ("query", "path", "header", "body")))

@@ -27,7 +27,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool, StaticPool
 
-from storage.errors import DataDirectoryError, typed_errors
+from storage.errors import DatabaseFailed, DataDirectoryError, typed_errors
 
 FILE_NAME = "keepwarm.sqlite3"
 BUSY_S = 10.0
@@ -113,11 +113,17 @@ class Database:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._file = _identity(path)
         self.writer = writing_engine(path)
         self.reader = reading_engine(path)
 
     def write(self, work: Callable[[Session], T]) -> T:
-        """Run `work` in one transaction; committed when this returns, rolled back when it raises."""
+        """Run `work` in one transaction; committed when this returns, rolled back when it raises.
+
+        Raises DatabaseFailed when the file was deleted or replaced: SQLite would write on where nobody finds it again.
+        """
+        if _identity(self.path) != self._file:
+            raise DatabaseFailed(self.path, "it was deleted or replaced; put it back, or start Keepwarm again")
         with typed_errors(self.path), Session(self.writer) as db, db.begin():
             return work(db)
 
@@ -140,3 +146,12 @@ class Database:
         """Close every connection; the last one to the file empties and removes the WAL."""
         self.reader.dispose()
         self.writer.dispose()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file is at `path` now, None when there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
