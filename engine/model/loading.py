@@ -123,12 +123,17 @@ def context_length(loaded: LoadedModel) -> int:
     return loaded.context
 
 
+def longest_context(name: str, config: Any) -> int:
+    """How many positions a model was made for. Raises `ModelLoadError` when its configuration does not say."""
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(size := getattr(config, key, None), int) and size > 0:
+            return size
+    raise ModelLoadError(f"{name} does not say its context length (max_position_embeddings)")
+
+
 def _served(name: str, config: Any, wanted: int | None) -> int:
-    """The context to serve. Raises `ModelLoadError` when the configuration does not say, or says less than wanted."""
-    sizes = (getattr(config, key, None) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    longest = next((size for size in sizes if isinstance(size, int) and size > 0), None)
-    if longest is None:
-        raise ModelLoadError(f"{name} does not say its context length (max_position_embeddings)")
+    """The context to serve. Raises `ModelLoadError` when the model was not made for as much as is wanted."""
+    longest = longest_context(name, config)
     if wanted is not None and not 1 <= wanted <= longest:
         raise ModelLoadError(f"{name} cannot serve a context of {wanted} tokens: choose 1 to {longest}")
     return longest if wanted is None else wanted

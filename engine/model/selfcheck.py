@@ -7,6 +7,8 @@ proofs complete each other: a few dozen tokens computed both ways, and each laye
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ from engine.protocol import Sampling
 
 CHECK_TOKENS = 48
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}  # relative error of the logits' norm
+POSITIONS = [0, 1, 2, 3]
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 # `is_causal` is what the mask rule says too; options that ask for an output have no effect either.
 WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "return_dict", "is_causal"}
@@ -47,7 +50,7 @@ def probe(loaded: LoadedModel) -> KVShape:
     Raises `ModelLoadError`, with the model's name and the reason, for a model that paged attention cannot serve right
     up to its whole context.
     """
-    calls = _listen(loaded, [0, 1, 2, 3])
+    calls = _listen(loaded, POSITIONS)
     shape = _shape(loaded, calls)
     for call in calls:
         _require_known_options(loaded, call)
@@ -56,18 +59,40 @@ def probe(loaded: LoadedModel) -> KVShape:
     return shape
 
 
+def outline(loaded: LoadedModel) -> tuple[KVShape, tuple[int | None, ...]]:
+    """As much of `probe` as takes no numbers, for a model on the meta device: the shape, and each layer's window.
+
+    A window is how many last tokens the layer sees; None: all. Raises `ModelLoadError` as `probe` does.
+    """
+    # with a mask, even one that hides nothing, transformers does not look for several texts in the positions
+    everything = torch.ones(1, len(POSITIONS), dtype=torch.long, device=loaded.device)
+    with _running(loaded):
+        calls = witness.listen(loaded, POSITIONS, attention_mask=everything)
+    shape = _shape(loaded, calls)
+    for call in calls:
+        _require_known_options(loaded, call)
+    return shape, tuple(call.options.get("sliding_window") for call in calls)
+
+
 def _refusal(loaded: LoadedModel, why: str) -> ModelLoadError:
     return kinds.refusal(loaded.prepared.name, why)
 
 
-def _listen(loaded: LoadedModel, positions: list[int]) -> list[witness.Call]:
+@contextmanager
+def _running(loaded: LoadedModel) -> Iterator[None]:
+    """Within it, whatever a model raises makes it refused: it cannot be called as ours are. Lack of memory does not."""
     try:
-        return witness.listen(loaded, positions)
+        yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a model raises that cannot be called as ours are
+    except Exception as error:  # models raise types of their own
         its = kinds.attention(loaded.module.config)
         raise _refusal(loaded, f"its {its} cannot be replaced by Keepwarm's ({first_line(error)})") from error
+
+
+def _listen(loaded: LoadedModel, positions: list[int]) -> list[witness.Call]:
+    with _running(loaded):
+        return witness.listen(loaded, positions)
 
 
 def _shape(loaded: LoadedModel, calls: list[witness.Call]) -> KVShape:
@@ -124,12 +149,13 @@ def _boundaries(config: Any, context: int) -> list[int]:
 
 
 def _require_still_positions(loaded: LoadedModel, calls: list[witness.Call]) -> None:
-    """Refuse a model whose keys and queries at a position depend on how far another position of the batch is."""
-    far = _listen(loaded, [0, 1, 2, loaded.context - 1])
-    for near_call, far_call in zip(calls, far, strict=True):
-        for near, other in ((near_call.query, far_call.query), (near_call.key, far_call.key)):
-            if _error(other[:, :3], near[:, :3]) > TOLERANCE[loaded.dtype] / 10:
-                raise _refusal(loaded, "its positions are scaled by the longest prompt at hand")
+    """Refuse a model whose keys and queries at a position depend on what is before or beside it in the step."""
+    others = _listen(loaded, [*POSITIONS[1:], loaded.context - 1])
+    for call, other in zip(calls, others, strict=True):
+        for expected, result in ((call.query, other.query), (call.key, other.key)):
+            if _error(result[:, :-1], expected[:, 1:]) > TOLERANCE[loaded.dtype] / 10:
+                kind = loaded.module.config.model_type
+                raise _refusal(loaded, f"its positions ({kind}) depend on what else is read in the same step")
 
 
 def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -137,7 +163,6 @@ def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-@torch.inference_mode()
 def check(loaded: LoadedModel, pool: KVPool) -> None:
     """Forward a few dozen tokens paged, in three uneven chunks over scattered blocks, against eager attention.
 
@@ -146,23 +171,40 @@ def check(loaded: LoadedModel, pool: KVPool) -> None:
     vocabulary = loaded.module.get_input_embeddings().num_embeddings
     count = min(CHECK_TOKENS, loaded.context)
     ids = [(7919 * (i + 1)) % vocabulary for i in range(count)]
-    needed = -(-count // pool.block_size)
-    blocks = list(range(pool.blocks))[: 2 * needed : 2][::-1] if pool.blocks >= 2 * needed else list(range(needed))
-    runner = ModelRunner(loaded, pool)
-    draw = Draw(sampling=Sampling(), seed=0, position=0, prompt_ids=[], reply_ids=[])
-    paged, ends = [], sorted({-(-count // 3), max(1, count - 1), count})
-    for start, end in itertools.pairwise([0, *ends]):
-        row = Row(token_ids=ids[start:end], start=start, block_ids=blocks, draws=[draw])
-        paged.append(runner.logits(Batch(rows=[row]))[0])
-    loaded.module.set_attn_implementation("eager")
-    try:
-        eager = loaded.module(input_ids=torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
-    finally:
-        loaded.module.set_attn_implementation(attention.IMPLEMENTATION)
-    error = _error(torch.stack(paged), eager[[end - 1 for end in ends]])
+    ends = sorted({-(-count // 3), max(1, count - 1), count})
+    with _running(loaded):
+        paged = _paged(loaded, pool, ids, ends)
+        eager = _eager(loaded, ids)[[end - 1 for end in ends]]
+    error = _error(paged, eager)
     if not error <= TOLERANCE[loaded.dtype]:
         raise _refusal(
             loaded,
             f"paged attention differs from the model's own by {error:.2g} "
             f"(at most {TOLERANCE[loaded.dtype]:.2g} in {str(loaded.dtype).removeprefix('torch.')})",
         )
+
+
+def _paged(loaded: LoadedModel, pool: KVPool, ids: list[int], ends: list[int]) -> torch.Tensor:
+    """Logits before each of `ends`, where a chunk ends, [ends, vocabulary]; every other block is used, backwards."""
+    needed = -(-len(ids) // pool.block_size)
+    blocks = list(range(pool.blocks))[: 2 * needed : 2][::-1] if pool.blocks >= 2 * needed else list(range(needed))
+    runner = ModelRunner(loaded, pool)
+    draw = Draw(sampling=Sampling(), seed=0, position=0, prompt_ids=[], reply_ids=[])
+    rows = [
+        Row(token_ids=ids[start:end], start=start, block_ids=blocks, draws=[draw])
+        for start, end in itertools.pairwise([0, *ends])
+    ]
+    return torch.cat([runner.logits(Batch(rows=[row])) for row in rows])
+
+
+@torch.inference_mode()
+def _eager(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    """The model's own logits after each of `ids`, [ids, vocabulary]."""
+    loaded.module.set_attn_implementation("eager")
+    try:
+        logits: torch.Tensor = loaded.module(
+            input_ids=torch.tensor([ids], device=loaded.device), use_cache=False
+        ).logits[0]
+    finally:
+        loaded.module.set_attn_implementation(attention.IMPLEMENTATION)
+    return logits

@@ -51,18 +51,22 @@ _heard: ContextVar[list[Call]] = ContextVar("heard")
 
 
 @torch.inference_mode()
-def listen(loaded: LoadedModel, positions: list[int]) -> list[Call]:
-    """The calls of attention, in order, when one token is at each of `positions`. Raises whatever the model raises."""
+def listen(loaded: LoadedModel, positions: list[int], **inputs: Any) -> list[Call]:
+    """The calls of attention, in order, when one token is at each of `positions`: at the same one, the same token.
+
+    `inputs` are further arguments of the model. Raises whatever the model raises.
+    """
     calls: list[Call] = []
     vocabulary = loaded.module.get_input_embeddings().num_embeddings
     loaded.module.set_attn_implementation(IMPLEMENTATION)
     token = _heard.set(calls)
     try:
         loaded.module(
-            input_ids=torch.tensor([[(i + 3) % vocabulary for i in range(len(positions))]], device=loaded.device),
+            input_ids=torch.tensor([[(p + 3) % vocabulary for p in positions]], device=loaded.device),
             position_ids=torch.tensor([positions], device=loaded.device),
             use_cache=False,
             logits_to_keep=torch.tensor([0], device=loaded.device),
+            **inputs,
         )
     finally:
         _heard.reset(token)

@@ -130,6 +130,13 @@ def test_layers_without_attention_are_refused_where_the_configuration_does_not_t
     assert reason == "its attention (lfm2) is not called once for each layer, in order, but for layers [1]"
 
 
+def test_a_model_that_counts_positions_itself_is_refused(tmp_path: Path) -> None:
+    config = transformers.BartConfig(**CODEC, is_encoder_decoder=False, is_decoder=True)
+    config.architectures = ["BartForCausalLM"]
+    reason = why(tiny.save(config, tmp_path / "bart"))
+    assert reason == "its positions (bart) depend on what else is read in the same step"
+
+
 def test_layers_of_unlike_shapes_are_refused(tmp_path: Path) -> None:
     layers = ["sliding_attention", "full_attention", "full_attention"]
     extra = {"global_head_dim": 16, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
