@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import pickle
 import shutil
-import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -90,27 +88,6 @@ def test_a_place_where_nothing_can_be_kept_is_named(model: Path) -> None:
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
-
-
-class Harm:
-    """Writes a file when its pickle is loaded."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return subprocess.call, (["touch", str(self.mark)],)
-
-
-@pytest.fixture
-def harm(tmp_path: Path) -> Path:
-    """A pickle that does harm, and the proof that it can."""
-    file, mark = tmp_path / "harm.pkl", tmp_path / "harmed"
-    file.write_bytes(pickle.dumps(Harm(mark)))
-    pickle.loads(file.read_bytes())
-    assert mark.exists()
-    mark.unlink()
-    return file
 
 
 def zipped(file: Path, place: Path) -> None:

@@ -1,0 +1,31 @@
+"""A pickle that does harm when it is loaded, for tests that it never is."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+class Harm:
+    """Writes a file when its pickle is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return subprocess.call, (["touch", str(self.mark)],)
+
+
+@pytest.fixture
+def harm(tmp_path: Path) -> Path:
+    """A pickle that does harm, and the proof that it can."""
+    file, mark = tmp_path / "harm.pkl", tmp_path / "harmed"
+    file.write_bytes(pickle.dumps(Harm(mark)))
+    pickle.loads(file.read_bytes())
+    assert mark.exists()
+    mark.unlink()
+    return file
