@@ -87,6 +87,7 @@ def serve_command(  # noqa: PLR0917 - one parameter per flag
     data_dir: flags.DataDir = None,
     config: flags.Config = None,
     model: flags.Model = None,
+    adapter: flags.Adapter = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
     device_kv: flags.DeviceKv = None,

@@ -11,6 +11,7 @@ def engine_config(settings: Settings) -> EngineConfig:
     return EngineConfig(
         cache_dir=str(settings.data_dir / "models"),
         model=settings.model,
+        adapter=settings.adapter,
         device=settings.device,
         dtype=settings.dtype,
         context=settings.context,

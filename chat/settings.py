@@ -48,6 +48,9 @@ class Settings(BaseSettings):
     model: str = Field(
         "smollm2", min_length=1, description="The embedded model, a Hugging Face folder or hub id, or a .gguf file."
     )
+    adapter: str | None = Field(
+        None, min_length=1, description="LoRA adapter for the model: a folder in PEFT's form, or its hub id."
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Where the model computes.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights and the cache; float32 repeats a reply exactly."
