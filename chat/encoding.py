@@ -143,10 +143,11 @@ class TextEncoder:
 
     def _unknown_ids(self) -> set[int]:
         """The token that stands for every character outside the vocabulary, if there is one."""
-        try:
-            return set(self.encode_bare(chr(_PRIVATE_USE[-1])))
-        except InvalidText:
-            return set()
+        named = getattr(self.tokenizer.model, "unk_token", None)
+        known = {self.tokenizer.token_to_id(named)} if named else set()
+        with suppress(InvalidText):
+            known |= set(self.encode_bare(chr(_PRIVATE_USE[-1])))  # one kind of tokenizer does not name it
+        return {index for index in known if index is not None}
 
     def _choose_lead(self) -> Lead:
         """The first lead that leaves a word as it is; some tokenizers put a space even behind a control token."""
