@@ -24,6 +24,8 @@ from huggingface_hub.utils import tqdm as hub_bar  # type: ignore[attr-defined]
 from engine.errors import ModelLoadError
 from engine.model.files import Progress, gib, one_line
 
+constants.HF_HUB_DISABLE_TELEMETRY = True  # it would tell the hub what runs on this machine
+
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -102,7 +104,7 @@ def _why(name: str, error: Exception) -> str:
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403):
         return f"the hub shows no {name!r}: check the name, or log in with `hf auth login` if it is private"
     if constants.HF_HUB_OFFLINE or isinstance(error.__cause__, OfflineModeIsEnabled):
-        return f"{name!r} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it: unset it, or name a folder"
+        return f"{name!r} is not on this machine, and HF_HUB_OFFLINE keeps it off the hub: unset that, or name a folder"
     if isinstance(error, LocalEntryNotFoundError | ConnectionError):
         return f"{name!r} is not on this machine, and the hub cannot be reached: check the connection, or name a folder"
     return f"cannot fetch {name!r} from the hub: {one_line(error)}"
