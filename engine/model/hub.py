@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,17 +77,22 @@ def _size(name: str, choice: dict[str, Any]) -> int:
 
 
 def _bar(name: str, size: int, progress: Progress) -> type:
-    """A progress bar that draws nothing and reports the bytes of all files together."""
+    """A progress bar that draws nothing and reports the bytes of all files; files come in on several threads."""
+    lock = threading.Lock()
+    furthest = 0
 
     class Bar(hub_bar):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._reported = "econstruct" in str(kwargs.get("desc"))  # the bar of bytes that are on the disk
+            self._counts_bytes = kwargs.get("unit") == "B"  # two do, of what has arrived and of what is on the disk
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> None:
-            self.n += n or 0
-            if self._reported:
-                progress(f"fetching {name}", int(self.n), size)
+            nonlocal furthest
+            with lock:
+                self.n += n or 0
+                if self._counts_bytes and self.n > furthest:
+                    furthest = int(self.n)
+                    progress(f"fetching {name}", furthest, size)
 
     return Bar
 
