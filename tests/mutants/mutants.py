@@ -23,8 +23,16 @@ MANAGER = "engine/cache/manager.py"
 SEQUENCE = "engine/sequence.py"
 SCHEDULER = "engine/scheduler.py"
 ATTENTION = "engine/model/attention.py"
+LOADING = "engine/model/loading.py"
+SELFCHECK = "engine/model/selfcheck.py"
+KINDS = "engine/model/kinds.py"
+ROPE = "engine/model/rope.py"
 SAMPLER = "engine/model/sampler.py"
 RUNNER = "engine/model/runner.py"
+SHARES = "engine/shares.py"
+RESIDENTS = "engine/residents.py"
+MODELS = "chat/models.py"
+CONVERSATION = "chat/conversation.py"
 STREAMING = "chat/streaming.py"
 TEMPLATES = "chat/templates.py"
 ENCODING = "chat/encoding.py"
@@ -32,8 +40,12 @@ GUARD = "chat/guard.py"
 BOOKS = ("tests/engine/cache",)
 STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
 MODEL = ("tests/engine/model",)
+EXACT = tuple(f"tests/engine/model/test_{part}.py" for part in ("selfcheck", "rope", "refused", "attention"))
 TEXT = ("tests/chat/test_streaming.py",)
 LEDGER = ("tests/chat/test_templates.py",)
+LIVES = ("tests/engine/test_scheduler_machine.py",)
+SEVERAL = ("tests/engine/test_several_models.py",)
+CHOICE = ("tests/chat/test_models.py",)
 GUARDS = ("tests/chat/test_guard.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -141,15 +153,114 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("one seed for all samples", SEQUENCE, 'f"{seed}/{index}"', 'f"{seed}"', STEPS),
     Mutant("count what is recomputed as computed", SEQUENCE, "max(0, min(end, self.seen) - start)", "0", STEPS),
+    # --- several models, and pools that change their size
+    Mutant("forget new ids in the index", MANAGER, "        self.index.renumber()\n", "", BOOKS),
+    Mutant("lose the order of the idle", MANAGER, "for block in order:", "for block in reversed(order):", BOOKS),
+    Mutant(
+        "move blocks to the wrong place", POOL, "data[:, :, new] = kept", "data[:, :, sorted(new)[::-1]] = kept", BOOKS
+    ),
+    Mutant(
+        "let requests wait that no longer fit",
+        SCHEDULER,
+        "if (refusal := self._limits.refusal(sequence.request.submit)) is not None:",
+        "if (refusal := self._limits.refusal(sequence.request.submit)) is not None and False:",
+        LIVES,
+    ),
+    Mutant("leave the newcomer nothing", SHARES, "spare = budget // 2", "spare = budget", SEVERAL),
+    Mutant("take from who is running", SHARES, "max(holding.leased_bytes, min", "max(0, min", SEVERAL),
+    Mutant(
+        "give every model the whole budget",
+        RESIDENTS,
+        "return self.budget - sum(",
+        "return self.budget - 0 * sum(",
+        SEVERAL,
+    ),
+    Mutant(
+        "take the weights of the first for all",
+        RESIDENTS,
+        "served.contents == contents(found.prepared)",
+        "True",
+        SEVERAL,
+    ),
+    Mutant("compute without weights", RESIDENTS, "if not served.has_weights:", "if False:", SEVERAL),
+    Mutant(
+        "send every chat to the default",
+        CONVERSATION,
+        "self._models.get(session.model_id)",
+        "self._models.get()",
+        CHOICE,
+    ),
+    Mutant(
+        "believe that a restarted engine serves all",
+        MODELS,
+        "return loaded if loaded and self._engine.serves(",
+        "return loaded if loaded or self._engine.serves(",
+        CHOICE,
+    ),
     # --- the model
-    Mutant("see past the window", ATTENTION, " & (keys > queries - window)", "", MODEL),
-    Mutant("see the future", ATTENTION, "visible = keys <= queries", "visible = keys <= queries + 1", MODEL),
+    Mutant("see past the window", ATTENTION, " & (keys > queries - window)", "", EXACT),
+    Mutant("see the future", ATTENTION, "causal = keys <= queries", "causal = keys <= queries + 1", EXACT),
+    Mutant("read one key too few", ATTENTION, "self.count + 1 - window)", "self.count + 2 - window)", EXACT),
+    Mutant(
+        "read scattered keys from the first on",
+        ATTENTION,
+        "return self.slots[first:]",
+        "return self.slots[: self.length - first]",
+        EXACT,
+    ),
     Mutant(
         "write to the slots of the first row",
         ATTENTION,
         "writes.append(slots[row.start :])",
         "writes.append(slots[: len(row.token_ids)])",
-        MODEL,
+        EXACT,
+    ),
+    Mutant(
+        "compare the mask rule with itself",
+        SELFCHECK,
+        "theirs = call.mask.shows(query, keys)",
+        "theirs = attention.visible(keys.new_tensor(query), keys, window)",
+        EXACT,
+    ),
+    Mutant(
+        "compare the mask rule as far as the numbers go",
+        SELFCHECK,
+        "_boundaries(kinds.text_config(config), loaded.context)",
+        "range(CHECK_TOKENS)",
+        EXACT,
+    ),
+    Mutant(
+        "compare the mask rule of the first layer alone", SELFCHECK, "in enumerate(calls)", "in [(0, calls[0])]", EXACT
+    ),
+    Mutant("believe any mask", SELFCHECK, "not isinstance(call.mask, witness.Rule)", "call.mask is None", EXACT),
+    Mutant("ignore arguments of attention", SELFCHECK, "and name not in HONOURED", "and name in HONOURED", EXACT),
+    Mutant("let positions depend on the batch", SELFCHECK, "    _require_still_positions(loaded, calls)\n", "", EXACT),
+    Mutant(
+        "let NaN pass the check",
+        SELFCHECK,
+        "if not error <= TOLERANCE[loaded.dtype]:",
+        "if error > TOLERANCE[loaded.dtype]:",
+        EXACT,
+    ),
+    Mutant("serve two calls a layer", SELFCHECK, "layers != list(range(len(layers)))", "False", EXACT),
+    Mutant("serve V of another shape", SELFCHECK, "len(keys) > 1 or keys != values", "len(keys) > 1", EXACT),
+    Mutant("take a running state for attention", KINDS, " or _is_stateful(config):", ":", EXACT),
+    Mutant("leave positions to shift", LOADING, "    rope.freeze(module, served)\n", "", EXACT),
+    Mutant(
+        "freeze positions for the longest context",
+        LOADING,
+        "rope.freeze(module, served)",
+        "rope.freeze(module, longest_context(prepared.name, kinds.text_config(module.config)))",
+        EXACT,
+    ),
+    Mutant("choose positions again at every step", ROPE, "part.rope_type = FROZEN", "pass", EXACT),
+    Mutant("choose positions of a layer again", ROPE, "types[layer_type] = FROZEN", "pass", EXACT),
+    Mutant(
+        "one fingerprint for long and short positions",
+        LOADING,
+        '"rope": rope.variant(config, loaded.context),',
+        '"rope": None,',
+        EXACT,
     ),
     Mutant("draw the same number everywhere", SAMPLER, "counter=position", "counter=0", MODEL),
     Mutant(
