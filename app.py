@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chat import flags
+from chat.doctor import DoctorError
+from chat.doctor_command import doctor_command
 from chat.instance import AlreadyRunning, DataDirError, Instance
-from chat.settings import PREFIX, VERSION, Settings, SettingsError, flag, load_settings, nearest
+from chat.settings import PREFIX, VERSION, Settings, SettingsError, load_settings, nearest
 
 if TYPE_CHECKING:
     from chat.service import ChatService
@@ -35,7 +37,7 @@ USAGE_ERROR = 2
 ANOTHER_DIR = "choose another with --data-dir"
 
 log = logging.getLogger("keepwarm")
-cli = typer.Typer(add_completion=False, rich_markup_mode=None, subcommand_metavar="")
+cli = typer.Typer(add_completion=False, rich_markup_mode=None, subcommand_metavar="[doctor]")
 
 
 class StartError(Exception):
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(usage_line(error), error.exit_code)
     except SettingsError as error:
         return fail(str(error), USAGE_ERROR)
-    except (StartError, DataDirError) as error:
+    except (StartError, DataDirError, DoctorError) as error:
         return fail(str(error), 1)
     except KeyboardInterrupt:
         return 0
@@ -63,7 +65,8 @@ def usage_line(error: typer.TyperException) -> str:
     """What was typed wrongly, and for an unknown flag the nearest known one."""
     name = getattr(error, "option_name", None)
     if name and error.message.startswith("No such option"):
-        known = [flag(field) for field in Settings.model_fields] + ["--help", "--version"]
+        flags_here = getattr(error, "ctx").command.params  # noqa: B009 - typer does not say that it has one
+        known = [word for parameter in flags_here for word in (*parameter.opts, *parameter.secondary_opts)]
         return f"unknown flag {name}; the nearest known one is {nearest(name, known)}"
     return error.format_message()
 
@@ -81,7 +84,7 @@ def fail(line: str, code: int) -> int:
     "(device_kv). A flag wins over a variable, that over the file, that over what is saved in the app.",
 )
 def serve_command(  # noqa: PLR0917 - one parameter per flag
-    context: typer.Context,
+    call: typer.Context,
     host: flags.Host = None,
     port: flags.Port = None,
     data_dir: flags.DataDir = None,
@@ -90,6 +93,7 @@ def serve_command(  # noqa: PLR0917 - one parameter per flag
     adapter: flags.Adapter = None,
     device: flags.Device = None,
     dtype: flags.Dtype = None,
+    context: flags.Context = None,
     device_kv: flags.DeviceKv = None,
     thinking: flags.Thinking = None,
     browser: flags.Browser = None,
@@ -101,8 +105,12 @@ def serve_command(  # noqa: PLR0917 - one parameter per flag
         typer.echo(f"keepwarm {VERSION}")
         raise typer.Exit
     given = {name: value for name, value in locals().items() if name in Settings.model_fields}
-    if context.invoked_subcommand is None:
+    call.obj = given
+    if call.invoked_subcommand is None:
         raise typer.Exit(run(load_settings(given, read_saved)))
+
+
+cli.command("doctor", short_help="Say what is wrong, and what to do about it.")(doctor_command)
 
 
 def read_saved(data_dir: Path) -> dict[str, str]:

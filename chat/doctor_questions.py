@@ -196,7 +196,7 @@ def _why_flat(figures: ServerFigures) -> tuple[str, str]:
 
 
 def _too_few(what: str, count: int, figures: ServerFigures) -> Finding:
-    replies = f"{count or 'no'} {'reply' if count == 1 else 'replies'}"
+    replies = "1 reply" if count == 1 else f"{count or 'no'} replies"
     since = f"since the server started {duration(figures.uptime_s)} ago"
     return ok(what, f"not enough data yet: {replies} {since}, and {ENOUGH_REPLIES} are needed")
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 import typer
 
-from chat.doctor import Finding, Level
+from chat.doctor import Finding, Level, count
 
 COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "problem": "red"}
 WIDTHS = range(60, 121)  # of a line: no narrower, no wider
@@ -40,7 +40,7 @@ def as_text(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
     lines: list[str] = []
     for finding in findings:
         level = finding.level.ljust(levels)
-        shown = typer.style(level, fg=COLOURS[finding.level], bold=finding.level != "ok") if colour else level
+        shown = typer.style(level, fg=COLOURS[finding.level], bold=finding.level != "ok" or None) if colour else level
         head = f"{level}  {finding.what.ljust(names)}  "
         text = _wrapped(finding.detail, width, head, indent)
         lines.append(shown + text[0][levels:])
@@ -53,11 +53,7 @@ def as_text(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
 def summary(findings: Sequence[Finding]) -> str:
     """How many problems and warnings there are."""
     problems, warnings = (sum(finding.level == level for finding in findings) for level in ("problem", "warn"))
-    words = [
-        f"{count} {name}{'' if count == 1 else 's'}"
-        for count, name in ((problems, "problem"), (warnings, "warning"))
-        if count
-    ]
+    words = [count(number, noun) for number, noun in ((problems, "problem"), (warnings, "warning")) if number]
     return f"{' and '.join(words)}; what to do is said below each." if words else "No problems."
 
 

@@ -16,6 +16,7 @@ import psutil
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from chat.machine import usable_cores
 from chat.settings import VERSION
 from chat.views import Figures
 from engine.protocol import Capabilities, Phase, Snapshot, Usage
@@ -127,8 +128,3 @@ def figures_router(service: ChatService) -> APIRouter:
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return router
-
-
-def usable_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
