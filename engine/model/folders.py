@@ -22,6 +22,7 @@ from engine.model.weights import indexed, stored_tensors, weight_files
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 OLDER_TOKENIZERS = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 TOKENIZER_BYTES = 64 * 2**20  # that the largest one takes
 
 
@@ -78,8 +79,9 @@ def _with_tokenizer(folder: Path, cache_dir: Path, content: str, progress: Progr
     older = next((names for names in OLDER_TOKENIZERS if all((folder / name).is_file() for name in names)), None)
     if older is None:
         raise ModelLoadError(f"no {TOKENIZER} in {folder}: a model's folder holds it beside the weights")
-    content = digest([folder / name for name in older], cache_dir, progress) + content
-    key = hashlib.sha256(f"{folder.resolve()}|{content}".encode()).hexdigest()[:20]
+    parts = [folder / name for name in (*older, *TOKENIZER_SETTINGS) if (folder / name).is_file()]
+    made_of = digest(parts, cache_dir, progress)
+    key = hashlib.sha256(f"{folder.resolve()}|{made_of}|{content}".encode()).hexdigest()[:20]
     target = cache_dir / "models" / f"{key}-tokenizer"
     job = Conversion(target, ("tokenizer", str(folder)), folder, TOKENIZER_BYTES, "converting the tokenizer")
     converted(job, progress)

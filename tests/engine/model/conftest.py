@@ -1,8 +1,9 @@
-"""A pickle that does harm when it is loaded, for tests that it never is."""
+"""A model's folder to be damaged, and a pickle that does harm when it is loaded, for tests that it never is."""
 
 from __future__ import annotations
 
 import pickle
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,4 +29,25 @@ def harm(tmp_path: Path) -> Path:
     pickle.loads(file.read_bytes())
     assert mark.exists()
     mark.unlink()
+    return file
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def llama_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole GGUF file, to be copied and damaged."""
+    from tests.engine.model.gguf_files import LLAMA, llama, write
+
+    file = tmp_path_factory.mktemp("gguf") / "llama.gguf"
+    write(file, llama(), "llama", LLAMA)
     return file

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -37,6 +37,24 @@ def tokenizer() -> Tokenizer:
 
 
 VOCABULARY = tokenizer().get_vocab_size()
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+LLAMA = {"rope.freq_base": 5e5, "rope.dimension_count": 16}
+
+
+def llama() -> Any:
+    """A random llama, which `LLAMA` describes beside its sizes."""
+    return random_model(LlamaConfig(**SIZES, rope_theta=5e5))
 
 
 def random_model(config: Any) -> Any:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import re
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -29,23 +26,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from engine.errors import ModelLoadError
 from engine.model import convert, sources
 from engine.model.convert import convert_gguf
-from tests.engine.model.gguf_files import TEMPLATE, TEXT, VOCABULARY, random_model, tokenizer, write
+from tests.engine.model.gguf_files import LLAMA, SIZES, TEMPLATE, TEXT, VOCABULARY, random_model, tokenizer, write
 from tests.engine.model.saying import quiet, refusal
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
 WIDE = {"attention.key_length": 32, "attention.value_length": 32}  # heads wider than their share of the model
-LLAMA = {"rope.freq_base": 5e5, "rope.dimension_count": 16}
 
 
 def rope(kind: str, **more: float) -> dict[str, Any]:
@@ -169,14 +153,6 @@ def logits(module: Any) -> torch.Tensor:
     return module(torch.tensor([[5 + 7 * i % 300 for i in range(40)]])).logits
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole file of a llama, to be copied and damaged."""
-    file = tmp_path_factory.mktemp("gguf") / "llama.gguf"
-    write(file, random_model(config_of("llama")), "llama", LLAMA)
-    return file
-
-
 # --- what is converted ------------------------------------------------------------------------------------------------
 
 
@@ -191,11 +167,10 @@ def test_what_is_converted_computes_what_the_file_says(name: str, tmp_path: Path
     torch.testing.assert_close(logits(converted), logits(held), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q5_0])
-def test_every_way_to_quantise_gives_the_numbers_that_llama_cpp_would_use(
-    kind: GGMLQuantizationType, tmp_path: Path
-) -> None:
-    held = write(tmp_path / "tiny.gguf", random_model(config_of("qwen2")), "qwen2", MODELS["qwen2"][3], kind=kind)
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q5_0"])
+def test_every_way_to_quantise_gives_the_numbers_that_llama_cpp_would_use(kind: str, tmp_path: Path) -> None:
+    model, facts = random_model(config_of("qwen2")), MODELS["qwen2"][3]
+    held = write(tmp_path / "tiny.gguf", model, "qwen2", facts, kind=GGMLQuantizationType[kind])
     convert_gguf(tmp_path / "tiny.gguf", "float32", tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     expected = {key: value for key, value in held.state_dict().items() if key != "lm_head.weight"}
@@ -231,110 +206,6 @@ def test_a_conversion_happens_once_for_its_content_and_dtype(tmp_path: Path) -> 
     assert {stage for stage, _, _ in told} == {"checking weights"}
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def broken(file: Path, start: int, new: bytes) -> bytes:
-    whole = file.read_bytes()
-    return whole[:start] + new + whole[start + len(new) :]
-
-
-DAMAGE: dict[str, tuple[Any, str]] = {
-    "empty": (lambda file: b"", "is empty"),
-    "foreign": (lambda file: b"<html>not found</html>" * 9, "is damaged, or not GGUF"),
-    "stand-in": (lambda file: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "git lfs pull"),
-    "pickle": (lambda file: b"\x80\x04cos\nsystem\n(S'exit 1'\ntR.", "looks like a pickle, which can run code"),
-    "magic": (lambda file: b"GGUF", "it ends after 4 bytes"),
-    "header": (lambda file: file.read_bytes()[:3000], "it ends after 3000 bytes, within its header"),
-    "weights": (lambda file: file.read_bytes()[:-64], "it has .* of .* bytes"),
-    "version": (lambda file: broken(file, 4, struct.pack("<I", 1)), "is of GGUF version 1"),
-    "order": (lambda file: broken(file, 4, struct.pack(">I", 3)), "another byte order"),
-    "tensors": (lambda file: broken(file, 8, struct.pack("<Q", 2**63)), "cut short or damaged"),
-    "facts": (lambda file: broken(file, 16, struct.pack("<Q", 2**63)), "cut short or damaged"),
-    "name": (lambda file: broken(file, 24, struct.pack("<Q", 2**63)), "cut short or damaged"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_named(damage: str, file: Path, tmp_path: Path) -> None:
-    change, words = DAMAGE[damage]
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(change(file))
-    message = refusal(bad, tmp_path)
-    assert str(bad) in message
-    assert re.search(words, message)
-    assert not (tmp_path / "models").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"kind": GGMLQuantizationType.Q8_0, "facts": {"split.count": 3}}, "is one of 3 parts: join them"),
-        ({"facts": {"block_count": 10**9}}, "announces 1000000000 layers and holds 21 tensors"),
-        ({"facts": {"general.architecture": "rwkv7"}}, "a model of the kind 'rwkv7', which cannot be read from GGUF"),
-        ({"extra": {"odd": np.zeros((2, 8), np.int8)}}, r"is quantised as I8, which cannot be converted \(odd\)"),
-    ],
-)
-def test_a_file_that_transformers_cannot_read_is_refused_at_once(
-    settings: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    file, facts = tmp_path / "odd.gguf", settings.pop("facts", {})
-    write(file, random_model(config_of("llama")), "llama", {**LLAMA, **facts}, **settings)
-    message = refusal(file, tmp_path)
-    assert str(file) in message
-    assert re.search(words, message)
-
-
-def test_an_unknown_quantisation_is_refused_by_its_number(file: Path, tmp_path: Path) -> None:
-    bad, name = tmp_path / "bad.gguf", b"blk.0.attn_norm.weight"
-    behind = file.read_bytes().index(name) + len(name) + 4 + 8  # one dimension
-    bad.write_bytes(broken(file, behind, struct.pack("<I", 99)))
-    assert "does not know (type 99 of blk.0.attn_norm.weight): take another quantisation" in refusal(bad, tmp_path)
-
-
-def test_a_part_is_known_by_its_name(file: Path, tmp_path: Path) -> None:
-    part = Path(shutil.copy(file, tmp_path / "big-00001-of-00003.gguf"))
-    assert "is one of 3 parts: join them with `llama-gguf-split --merge`" in refusal(part, tmp_path)
-
-
-def test_a_folder_called_like_a_file_is_looked_into(file: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "x.gguf"
-    folder.mkdir()
-    assert f"no model.safetensors in {folder}" in refusal(folder, tmp_path)
-    shutil.copy(file, folder / "inner.gguf")
-    assert f"holds inner.gguf: name that file, {folder / 'inner.gguf'}" in refusal(folder, tmp_path)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_named(file: Path, tmp_path: Path) -> None:
-    secret = Path(shutil.copy(file, tmp_path / "secret.gguf"))
-    secret.chmod(0)
-    assert f"{secret} cannot be read: Permission denied" in refusal(secret, tmp_path)
-
-
-UNFITTING: dict[str, tuple[dict[str, Any], str]] = {
-    "fact": ({"facts": {"attention.scale": 0.5}}, r"sets attention.scale to 0\.5, which cannot be applied"),
-    "experts": ({"facts": {"expert_count": 8}}, "sets expert_count to 8"),
-    "rotated": ({"facts": {"attention.key_length": 16, "rope.dimension_count": 8}}, "sets rope.dimension_count to 8"),
-    "stretched": ({"facts": {"rope.scaling.type": "longrope"}}, "sets rope.scaling.type to longrope"),
-    "layers": ({"facts": {"attention.sliding_window": 4}}, "sets attention.sliding_window to 4"),
-    "factors": ({"extra": {"rope_freqs.weight": np.full(8, 2.0, np.float32)}}, "factors that are not Llama 3's"),
-    "dropped": ({"extra": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "numbers, of which transformers would use"),
-    "missing": ({"without": ("blk.1.attn_q.weight",)}, "its files lack model.layers.1.self_attn.q_proj.weight"),
-    "shape": ({"facts": {"feed_forward_length": 128}}, r"down_proj.weight \[64, 96\] instead of \[64, 128\]"),
-}
-
-
-@pytest.mark.parametrize("case", UNFITTING)
-def test_a_file_of_which_a_part_would_get_lost_is_refused(case: str, tmp_path: Path) -> None:
-    settings, words = UNFITTING[case]
-    facts = {**LLAMA, **settings.get("facts", {})}
-    weights = {key: value for key, value in settings.items() if key != "facts"}
-    write(tmp_path / "odd.gguf", random_model(config_of("llama")), "llama", facts, **weights)
-    with pytest.raises(ModelLoadError, match=words):
-        convert_gguf(tmp_path / "odd.gguf", "float32", tmp_path / "out")
-
-
 # --- what goes wrong on the way ---------------------------------------------------------------------------------------
 
 
@@ -342,17 +213,17 @@ def converters() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "engine.model.convert" in child.cmdline()]
 
 
-def test_a_converter_that_the_system_ends_is_said_to_lack_memory(file: Path, tmp_path: Path) -> None:
+def test_a_converter_that_the_system_ends_is_said_to_lack_memory(llama_gguf: Path, tmp_path: Path) -> None:
     def end(stage: str, *_: int) -> None:
         for child in converters() if stage == "converting weights" else ():
             child.kill()
 
     with pytest.raises(ModelLoadError, match=r"memory ran out while .*llama.gguf was converted: it takes about 1 MiB"):
-        sources.prepare(str(file), tmp_path, end)
+        sources.prepare(str(llama_gguf), tmp_path, end)
     assert [entry.name for entry in (tmp_path / "models").iterdir()] == ["conversion.lock"]
 
 
-def test_a_conversion_that_is_given_up_ends_its_process(file: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_is_given_up_ends_its_process(llama_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "models" / "left-over.partial").mkdir(parents=True)
 
     def give_up(stage: str, *_: int) -> None:
@@ -361,14 +232,14 @@ def test_a_conversion_that_is_given_up_ends_its_process(file: Path, tmp_path: Pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sources.prepare(str(file), tmp_path, give_up)
+        sources.prepare(str(llama_gguf), tmp_path, give_up)
     assert converters() == []
     assert [entry.name for entry in (tmp_path / "models").iterdir()] == ["conversion.lock"]
 
 
-def test_a_converter_ends_with_whoever_started_it(file: Path, tmp_path: Path) -> None:
+def test_a_converter_ends_with_whoever_started_it(llama_gguf: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine.model.convert", "gguf", str(file), "float32", str(tmp_path / "out")],
+        [sys.executable, "-m", "engine.model.convert", "gguf", str(llama_gguf), "float32", str(tmp_path / "out")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -381,29 +252,31 @@ def test_a_converter_ends_with_whoever_started_it(file: Path, tmp_path: Path) ->
     "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried ...")]
 )
 def test_memory_that_runs_out_within_the_converter_is_said(
-    error: Exception, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, llama_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(convert, "_hasten", quiet)
     monkeypatch.setattr(convert, "convert_gguf", fail)
-    assert convert._result(["gguf", str(file), "float32", str(tmp_path)], io.StringIO()) == {"memory": True}
+    assert convert._result(["gguf", str(llama_gguf), "float32", str(tmp_path)], io.StringIO()) == {"memory": True}
 
 
-def test_a_disk_without_room_is_said_with_numbers(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_room_is_said_with_numbers(
+    llama_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**30, 2**30 - 2**20, 2**20))
-    message = refusal(file, tmp_path)
-    assert f"no room to convert {file}: it takes 65 MiB in {tmp_path / 'models'}, where 1 MiB are free" in message
+    message = refusal(llama_gguf, tmp_path)
+    assert f"no room to convert {llama_gguf}: it takes 65 MiB in {tmp_path / 'models'}, where 1 MiB are free" in message
 
 
-def test_two_do_not_convert_the_same_at_once(file: Path, tmp_path: Path) -> None:
+def test_two_do_not_convert_the_same_at_once(llama_gguf: Path, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     waiting = threading.Event()
     found: list[sources.PreparedModel] = []
 
     def prepare() -> None:
-        found.append(sources.prepare(str(file), tmp_path, lambda stage, *_: "waiting" in stage and waiting.set()))
+        found.append(sources.prepare(str(llama_gguf), tmp_path, lambda stage, *_: "waiting" in stage and waiting.set()))
 
     with FileLock(tmp_path / "models" / "conversion.lock"):
         thread = threading.Thread(target=prepare)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from engine.loop import Engine
 from engine.model import loading, selfcheck, sources
 from engine.protocol import Event, LoadFailed, Start
 from tests.engine.model.saying import quiet, why
-
-
-@pytest.fixture
-def model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
-    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
 
 
 def test_a_truncated_weights_file_is_named(model: Path, tmp_path: Path) -> None:
