@@ -37,13 +37,18 @@ class WantedModel(BaseModel):
     adapter: str = ""
 
 
-class ModelChoice(BaseModel):
-    """A chat, and the id of the model that it is to be held with."""
+class KnownModel(BaseModel):
+    """A model by its id."""
 
     model_config = ConfigDict(strict=True)
 
-    chat: str
     model: str
+
+
+class ModelChoice(KnownModel):
+    """A chat, and the model that it is to be held with."""
+
+    chat: str
 
 
 def page_router(service: ChatService) -> APIRouter:
@@ -77,6 +82,12 @@ def page_router(service: ChatService) -> APIRouter:
     async def load(wanted: WantedModel) -> dict[str, Any]:
         """Load a model and remember it; answers when it is ready to chat."""
         return _model(await service.add_model(wanted.source, wanted.adapter))
+
+    @router.post("/page/models/forget")
+    async def forget(known: KnownModel) -> dict[str, Any]:
+        """Take a model from the list."""
+        await service.forget_model(known.model)
+        return {}
 
     @router.post("/page/model")
     async def choose(choice: ModelChoice) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 "use strict";
 
 window.keepwarmModels = (() => {
-  let models = [], loads = [], dialog = null, problem = "", waiting = false;
+  let models = [], loads = [], dialog = null, problem = "", waiting = false, changed = () => {};
 
   function element(tag, attributes = {}, ...children) {
     const node = document.createElement(tag);
@@ -32,6 +32,19 @@ window.keepwarmModels = (() => {
     return told;
   }
 
+  async function forget(model, line) {
+    problem = "";
+    try {
+      await post("/page/models/forget", { model: model.id });
+      models = models.filter((other) => other.id !== model.id);
+      line.remove();
+      changed();
+    } catch (error) {
+      problem = error.message;
+    }
+    if (dialog) drawProgress();
+  }
+
   function row(model, chosen, pick) {
     const where = model.adapter ? `${model.source} with ${model.adapter}` : model.source;
     const state = model.served ? "ready" : "is loaded when used";
@@ -39,12 +52,19 @@ window.keepwarmModels = (() => {
       element("span", { class: "kw-model-name" }, model.name),
       element("span", { class: "kw-model-about", title: where }, model.default ? `the default · ${state}` : `${where} · ${state}`));
     button.addEventListener("click", () => pick(model.id));
-    return button;
+    const line = element("div", { class: "kw-model-line" }, button);
+    if (!model.default) {
+      const away = element("button", { type: "button", class: "kw-forget", title: "Take it from this list", "aria-label": `Take ${model.name} from this list` }, "×");
+      away.addEventListener("click", () => forget(model, line));
+      line.append(away);
+    }
+    return line;
   }
 
-  // Ask which model the chat is to be held with; `choose` gets its id.
-  function open(chosen, choose) {
+  // Ask which model the chat is to be held with; `choose` gets its id, `look` has the server's state read again.
+  function open(chosen, choose, look) {
     if (dialog) return;
+    changed = look;
     problem = "";
     const pick = (id) => {
       dialog?.close();
@@ -85,6 +105,7 @@ window.keepwarmModels = (() => {
     waiting = true;
     problem = "";
     drawProgress();
+    changed();
     try {
       const model = await post("/page/models", { source, adapter });
       models = [...models.filter((other) => other.id !== model.id), model];
@@ -96,18 +117,24 @@ window.keepwarmModels = (() => {
     if (dialog) drawProgress();
   }
 
-  function drawProgress() {
-    const place = dialog.querySelector("#kw-load-about"), button = dialog.querySelector(".kw-primary");
-    button.disabled = waiting;
-    const parts = loads.map((load) => {
+  // One line with a bar for each model on its way.
+  function progress() {
+    return loads.map((load) => {
       const bar = element("progress", { "aria-label": "Loading" });
       if (load.total) {
         bar.max = load.total;
         bar.value = load.done;
       }
       const share = load.total ? ` (${Math.round((100 * load.done) / load.total)}%)` : "";
-      return element("div", { class: "kw-loading" }, element("span", {}, `${load.model}: ${load.stage || "waiting"}${share}`), bar);
+      const name = load.model.split(/[\\/]/).pop() || load.model;
+      return element("div", { class: "kw-loading" }, element("span", { title: load.model }, `Getting ${name} ready: ${load.stage || "waiting"}${share}`), bar);
     });
+  }
+
+  function drawProgress() {
+    const place = dialog.querySelector("#kw-load-about"), button = dialog.querySelector(".kw-primary");
+    button.disabled = waiting;
+    const parts = progress();
     if (!parts.length && waiting) parts.push(element("div", { class: "kw-loading" }, element("span", {}, "Loading"), element("progress")));
     if (problem) parts.push(element("p", { class: "kw-load-problem", role: "alert" }, problem));
     place.replaceChildren(...parts);
@@ -115,5 +142,7 @@ window.keepwarmModels = (() => {
 
   const choose = (chat, model) => post("/page/model", { chat, model });
 
-  return { take, find, known, open, choose };
+  const busy = () => waiting || loads.length > 0;
+
+  return { take, find, known, open, choose, progress, busy };
 })();

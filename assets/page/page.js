@@ -400,7 +400,7 @@ window.keepwarm = (() => {
     polling = false;
     showStatus();
     refreshSend();
-    const busy = offline || engine.phase !== "ready";
+    const busy = offline || engine.phase !== "ready" || keepwarmModels.busy();
     pollTimer = setTimeout(poll, document.hidden ? 4 * POLL_MS : busy ? BUSY_POLL_MS : POLL_MS);
   }
 
@@ -459,8 +459,10 @@ window.keepwarm = (() => {
     if (!line) return;
     const problem = offline || engine.phase === "failed" || engine.phase === "stopped";
     line.classList.toggle("kw-problem", problem);
-    line.hidden = !offline && engine.phase === "ready";
+    const loading = keepwarmModels.progress();
+    line.hidden = !offline && engine.phase === "ready" && !loading.length;
     if (line.hidden) return line.replaceChildren();
+    if (!offline && engine.phase === "ready") return line.replaceChildren(...loading[0].childNodes);
     const parts = [element("span", {}, statusText())];
     if (!problem) {
       const bar = element("progress", { "aria-label": "Loading" });
@@ -523,7 +525,7 @@ window.keepwarm = (() => {
     more: () => ((limit += 200), (version = ""), poll()),
     menu: () => document.body.classList.toggle("kw-menu"),
     settings: () => toggleSettings(),
-    models: () => keepwarmModels.open(keepwarmModels.find(model())?.id, chooseModel),
+    models: () => keepwarmModels.open(keepwarmModels.find(model())?.id, chooseModel, poll),
     example: (button) => (setValue(box(), button.dataset.text), $("#kw-send").click(), focusBox()),
     retry: () => whyNoReply() || (trigger("retry", { chat: current }), (stick = true)),
     stop: () => ((stopping = true), refreshSend(), trigger("stop", { chat: current })),
