@@ -254,8 +254,8 @@ class ChatPage:
         }
 
 
-def turn_options(mode: str, temperature: float, top_p: float, seed: str, max_tokens: str) -> TurnOptions:
-    """The settings area's values as the service takes them; an empty number means "the default".
+def turn_options(mode: str, temperature: float, top_p: float, seed: str | None, max_tokens: str | None) -> TurnOptions:
+    """The settings area's values as the service takes them; an empty number means "the default", as none does.
 
     Raises InvalidRequest for what is no whole number, or one out of its range.
     """
@@ -265,15 +265,16 @@ def turn_options(mode: str, temperature: float, top_p: float, seed: str, max_tok
     return TurnOptions(sampling=sampling, max_tokens=_whole("Longest reply", max_tokens, 1))
 
 
-def _whole(label: str, text: str, least: int) -> int | None:
-    """The number in `text`, from `least` to `MOST`; None when it is empty."""
-    digits = text.strip().replace(",", "")
+def _whole(label: str, given: str | None, least: int) -> int | None:
+    """The number in `given`, from `least` to `MOST`; None when it is empty."""
+    text = (given or "").strip()
+    digits = text.replace(",", "")
     if not digits:
         return None
     plain = digits.isascii() and digits.isdigit()
     number = int(digits[-NUMERALS:]) if plain and not digits[:-NUMERALS].strip("0") else -1
     if not least <= number <= MOST:
-        shown = text.strip() if len(text.strip()) <= 2 * NUMERALS else f"{text.strip()[: 2 * NUMERALS]}…"
+        shown = text if len(text) <= 2 * NUMERALS else f"{text[: 2 * NUMERALS]}…"
         raise InvalidRequest(
             f"{label} in the settings is “{shown}”; it takes a whole number from {least} to {MOST}, or none."
         )

@@ -63,7 +63,7 @@ def refusal(error: ChatError, **headers: str) -> Response:
     """The answer to a request that is refused; the names of `headers` are spelt with underscores."""
     status = status_of(error)
     if status >= 500 and status != 503:
-        log.error("a request failed: %s", error)
+        log.error("a request failed: %s", _sayable(error.message))
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     if status == 503:
         named["Retry-After"] = RETRY_AFTER
@@ -106,6 +106,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def _sayable(text: str) -> str:
-    """`text` with half characters spelt out, and not longer than anybody reads."""
-    said = text.encode("utf-8", "backslashreplace").decode()
-    return said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]}..."
+    """`text` in one line that can be sent and printed, and not longer than anybody reads."""
+    said = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:MAX_SAID])
+    return said if len(text) <= MAX_SAID else f"{said}..."
