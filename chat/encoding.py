@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from chat.errors import InvalidText
 from chat.token_bytes import BROKEN, LeastTokens, byte_tokens, mended
@@ -36,22 +36,20 @@ class TextEncoder:
     """The tokenizer of one model. Immutable; safe to use from threads.
 
     `added` are the texts of the tokens that are no part of words, by id; `control` those of them that are special, or
-    that the template's `source` spells; `swallows` names those that take the white space after them. Control tokens in
-    `visible` are shown by `decode` although they are special.
+    one of `marks`, or spelt by the template's `source`; `swallows` names those that take the white space after them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str = "", visible: Collection[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str = "", marks: Collection[str] = ()) -> None:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        tokenizer.add_tokens([_shown(token) for token in added.values() if token.special and token.content in visible])
         self.added = {index: token.content for index, token in added.items()}
         self.swallows = {index for index, token in added.items() if token.rstrip}
         self.control = {
             index: token.content
             for index, token in added.items()
-            if token.special or (token.content in source and not _is_plain(token.content))
+            if token.special or token.content in marks or (token.content in source and not _is_plain(token.content))
         }
-        self._hidden = {index for index, token in added.items() if token.special and token.content not in visible}
+        self._hidden = {index for index, token in added.items() if token.special}
         longest_first = sorted(self.control.values(), key=len, reverse=True)
         self._control_re = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._unknown = self._unknown_ids()
@@ -177,18 +175,6 @@ def unused_characters(texts: Iterable[str], count: int) -> list[str]:
             f"U+{_PRIVATE_USE[-1]:X}; {count} of them must be left unused."
         )
     return unused
-
-
-def _shown(token: AddedToken) -> AddedToken:
-    """The same token, no longer left out of texts."""
-    return AddedToken(
-        token.content,
-        single_word=token.single_word,
-        lstrip=token.lstrip,
-        rstrip=token.rstrip,
-        normalized=token.normalized,
-        special=False,
-    )
 
 
 def _is_plain(text: str) -> bool:

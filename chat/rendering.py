@@ -61,7 +61,7 @@ class Renderer:
 
         `at` is in seconds since the epoch. Raises TemplateError with the template's own words.
         """
-        moment = datetime.now() if at is None else datetime.fromtimestamp(at)
+        moment = now() if at is None else datetime.fromtimestamp(at)
         given: dict[str, Any] = {
             **self._names,
             "messages": _merged(messages) if self.merges_system else [dict(message) for message in messages],
@@ -71,7 +71,8 @@ class Renderer:
             "strftime_now": moment.strftime,
         }
         try:
-            return _limited(lambda: str(_compile_jinja_template(self._source).render(given)))
+            compiled = _compile_jinja_template(self._source)  # which transformers keeps
+            return _limited(lambda: str(compiled.render(given)))
         except _Endless:
             raise TemplateError("The model's chat template does not come to an end with these messages.") from None
         except Exception as error:  # it may raise anything
@@ -87,6 +88,11 @@ class Renderer:
         with suppress(TemplateError):
             return "be brief" in self.render(messages, generation=True)
         return False
+
+
+def now() -> datetime:
+    """The time on this machine."""
+    return datetime.now()
 
 
 class _Endless(Exception):  # noqa: N818

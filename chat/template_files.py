@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,17 @@ def read_template_files(directory: str | Path) -> TemplateFiles:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TemplateFiles(tokenizer, source, _names(config), hashlib.sha256(raw).hexdigest()[:16])
+
+
+def showing(tokenizer: Tokenizer, tokens: Collection[str]) -> Tokenizer:
+    """The tokenizer, or one like it that no longer leaves these special tokens out of texts."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in tokens for token in added):
+        return tokenizer
+    state = json.loads(tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] &= token["content"] not in tokens
+    return Tokenizer.from_str(json.dumps(state))
 
 
 def beginning_of_texts(tokenizer: Tokenizer) -> str:

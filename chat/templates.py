@@ -32,7 +32,7 @@ from chat.encoding import TextEncoder, unused_characters
 from chat.errors import ChatError, PromptTooLong, TemplateError, UnusableModel
 from chat.openings import Openings
 from chat.rendering import PLAIN, PLAIN_NOTICE, PLAIN_STOPS, Renderer
-from chat.template_files import TemplateFiles, beginning_of_texts, read_template_files
+from chat.template_files import TemplateFiles, beginning_of_texts, read_template_files, showing
 from chat.template_traits import probe
 from chat.thinking import Marks, Policy, Splitter, find_marks, reasoning_tokens
 from chat.views import ModelNotes, Role
@@ -62,7 +62,6 @@ class ChatTemplate:
     """
 
     def __init__(self, files: TemplateFiles, thinking: Policy = "preserve") -> None:
-        self.tokenizer = files.tokenizer
         self.identity = files.identity
         source, names = files.source or PLAIN, files.names
         self.stops: tuple[str, ...] = ()
@@ -73,7 +72,9 @@ class ChatTemplate:
         self._stripped = self._marks if thinking == "strip" else None
         self.notes = ModelNotes("" if files.source else PLAIN_NOTICE, thinking if self._marks else None)
         spelt = "".join([self._marks.opening, self._marks.closing, self._marks.direct]) if self._marks else ""
-        self._encoder = TextEncoder(files.tokenizer, source, {token for token in added if token in spelt})
+        marks = {token for token in added if token in spelt}
+        self.tokenizer = showing(files.tokenizer, marks)
+        self._encoder = TextEncoder(self.tokenizer, source, marks)
         renderer = Renderer(source, names)
         self._render, self._merges_system = renderer.render, renderer.merges_system
         self._traits = probe(renderer)
@@ -162,8 +163,9 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> list[int]:
-        """The control tokens that the template writes right after a reply, so that one of them ends it."""
-        return [index for index in self._encoder.control if self.closes(index)]
+        """The control tokens that the template writes after a reply and nowhere in it, so that one of them ends it."""
+        inside = self._marks.closing if self._marks else ""
+        return [index for index, text in self._encoder.control.items() if self.closes(index) and text not in inside]
 
     def ends_prompt(self, token_ids: Sequence[int]) -> bool:
         """Whether this segment ends in the generation prompt, so that a reply can follow it."""
