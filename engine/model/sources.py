@@ -69,13 +69,14 @@ def prepare(
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise ModelLoadError(f"cannot keep models in {cache_dir}: {error.strerror}") from error
-    changes = _find_adapter(adapter, progress) if adapter else None
+    tuning = _find_adapter(adapter, progress) if adapter else None  # the quicker to be found wanting
     name, path, content = _find(model, cache_dir, dtype, progress)
-    if adapter is None or changes is None:
+    if tuning is None:
         return PreparedModel(name=name, path=path, digest=content)
-    changed = digest(check_adapter(changes), cache_dir, progress)
+    called, folder, files = tuning
+    changed = digest(files, cache_dir, progress)
     both = hashlib.sha256(f"{content}+{changed}".encode()).hexdigest()
-    return PreparedModel(name=f"{name}+{_short(adapter)}", path=path, digest=both, adapter=changes)
+    return PreparedModel(name=f"{name}+{called}", path=path, digest=both, adapter=folder)
 
 
 def weight_bytes(prepared: PreparedModel, dtype: torch.dtype) -> int:
@@ -116,22 +117,17 @@ def _find(model: str, cache_dir: Path, dtype: torch.dtype, progress: Progress) -
     return source.path.stem, *prepare_gguf(source.path, cache_dir, dtype, progress)
 
 
-def _find_adapter(adapter: str, progress: Progress) -> Path:
-    """The adapter's folder, looked through before the model is, which may take long."""
+def _find_adapter(adapter: str, progress: Progress) -> tuple[str, Path, list[Path]]:
+    """An adapter's name for people, its folder, and its files."""
     path = Path(adapter).expanduser()
+    if path.is_dir():
+        return path.resolve().name, path, check_adapter(path)
     if path.is_file():
         raise ModelLoadError(f"{path} is no adapter: name its folder, in PEFT's form")
-    if not path.is_dir():
-        if not hub.is_id(adapter):
-            raise ModelLoadError(f"no adapter {adapter!r}: name a folder, or a hub id such as owner/name")
-        path = hub.fetch(adapter, hub.ADAPTER_FILES, progress)
-    check_adapter(path)
-    return path
-
-
-def _short(adapter: str) -> str:
-    path = Path(adapter).expanduser()
-    return path.resolve().name if path.is_dir() else adapter
+    if not hub.is_id(adapter):
+        raise ModelLoadError(f"no adapter {adapter!r}: name a folder, or a hub id such as owner/name")
+    folder = hub.fetch(adapter, hub.ADAPTER_FILES, progress)
+    return adapter, folder, check_adapter(folder)
 
 
 def _embedded_file() -> Path:
