@@ -163,6 +163,16 @@ BEYOND: dict[str, tuple[Any, str]] = {
         llama4(floor_scale=100, attention_chunk_size=tiny.CONTEXT),
         "its attention (llama4_text) is scaled by how many tokens are read at once",
     ),
+    "window in the mask of one layer": (
+        transformers.Qwen2MoeConfig(
+            **{**tiny.COMMON, **EXPERTS},
+            shared_expert_intermediate_size=16,
+            use_sliding_window=True,
+            sliding_window=100,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+        "layer 1 (sliding attention) looks elsewhere than Keepwarm's: token 100 does not see token 0",
+    ),
     "window in the mask alone": (
         tiny.config_of("phimoe", sliding_window=100),
         "layer 0 (attention) looks elsewhere than Keepwarm's: token 100 does not see token 0",

@@ -39,12 +39,12 @@ PARTS = [
 def test_long_factors_serve_a_context_beyond_the_original(name: str, tmp_path: Path) -> None:
     loaded = tiny.load(name, tmp_path, **MODELS[name])
     selfcheck.check(loaded, tiny.make_pool(loaded))
-    runner, own = ModelRunner(loaded, tiny.make_pool(loaded)), tiny.untouched(loaded)
-    long, short = tiny.paged(runner, PARTS)
-    tiny.assert_equal(long, tiny.eager(own, LONG))
-    tiny.assert_equal(short, tiny.eager(own, SHORT + LONG)[: len(SHORT)])  # its beginning, read with long factors
+    long, short = tiny.paged(ModelRunner(loaded, tiny.make_pool(loaded)), PARTS)
+    tiny.assert_equal(long, tiny.eager(tiny.untouched(loaded), LONG))
+    continued = tiny.eager(tiny.untouched(loaded), SHORT + LONG)  # its beginning is read with long factors
+    tiny.assert_equal(short, continued[: len(SHORT)])
     with pytest.raises(AssertionError):  # two sets of factors, and not one
-        tiny.assert_equal(short, tiny.eager(own, SHORT))
+        tiny.assert_equal(short, tiny.eager(tiny.untouched(loaded), SHORT))
 
 
 @pytest.mark.parametrize("name", MODELS)
