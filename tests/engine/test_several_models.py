@@ -183,6 +183,26 @@ async def test_the_same_contents_are_the_same_model(client: EngineClient, tiny_m
     assert end.usage.device_tokens == len(PROMPT) + len(first) - 1
 
 
+async def test_new_weights_under_the_old_name_are_another_model(
+    client: EngineClient, tiny_model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    old = await client.load(str(folder))
+    first, _ = await collect(client, ask(old, PROMPT))
+    shutil.rmtree(folder)
+    shutil.copytree(other_model, folder)
+    new = await client.load(str(folder))
+    assert new.fingerprint != old.fingerprint
+    second, (end,) = await collect(client, ask(new, PROMPT))
+    assert end.usage.device_tokens == 0
+    assert second == await alone(other_model, tmp_path, PROMPT) != first
+    settings = folder / "config.json"
+    settings.write_text(settings.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+    changed = await client.load(str(folder))
+    assert changed.fingerprint not in (old.fingerprint, new.fingerprint), "the same weights, other positions"
+
+
 async def test_a_model_that_is_not_served_is_refused(client: EngineClient) -> None:
     request = submit(PROMPT, model="0" * 64)
     _, (end,) = await collect(client, request)
