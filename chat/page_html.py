@@ -6,12 +6,14 @@ service or of time. What can be clicked carries `data-act`, which `assets/page.j
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from html import escape
 
 from chat.page_icons import icon
 from chat.page_markdown import render_growing, render_markdown
 from chat.views import Figures, MessageView, SessionDetail, TurnView
+from storage.reasoning import Parts, split_reply
 
 EXAMPLES = (
     ("Explain", "Explain how a rainbow forms, in three sentences."),
@@ -19,6 +21,8 @@ EXAMPLES = (
     ("Plan", "Plan a quiet weekend in Lyon, as a list."),
     ("Write", "Write a short, friendly note to a new neighbour."),
 )
+
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_]+")  # each character, where words are not set apart
 
 SHELL_SIDE = f"""
 <div class="kw-side-head">
@@ -31,6 +35,7 @@ SHELL_SIDE = f"""
 """
 
 SHELL_NOTICE = """
+<p id="kw-model-note" class="kw-model-note" role="note" hidden></p>
 <div id="kw-status" class="kw-status" role="status" aria-live="polite" hidden></div>
 <button type="button" id="kw-down" class="kw-down" data-act="down" aria-label="Go to the newest text" hidden>↓</button>
 """
@@ -39,7 +44,8 @@ SHELL_SETTINGS = f"""
 <div class="kw-settings-head"><h2>Settings</h2>
 <button type="button" class="kw-icon" data-act="settings" aria-label="Close settings">{icon("close")}</button></div>
 <div class="kw-own-model"><span>Model</span>
-<button type="button" class="kw-model" data-act="models" aria-haspopup="dialog"></button></div>
+<button type="button" class="kw-model" data-act="models" aria-haspopup="dialog"></button>
+<p class="kw-note" id="kw-thinking" hidden></p></div>
 """
 
 PROMPT_NOTE = """
@@ -106,7 +112,9 @@ def transcript(detail: SessionDetail, live_message: str | None = None) -> str:
 def live_reply(view: TurnView) -> str:
     """The reply in the making: its place in the queue, the reading of the prompt, or the text so far."""
     if view.text:
-        return _reply(f'<div class="kw-text kw-growing">{render_growing(view.text)}</div>')
+        parts = split_reply(view.text)
+        answer = f'<div class="kw-text kw-growing">{render_growing(parts.answer)}</div>' if parts.answer else ""
+        return _reply(_thought(view.message_id, parts, growing=not parts.answer) + answer)
     if view.state == "reading" and view.total:
         done = view.reused + view.read
         reused = f" · {view.reused:,} reused" if view.reused else ""
@@ -114,7 +122,7 @@ def live_reply(view: TurnView) -> str:
             f'<div class="kw-reading"><progress max="{view.total}" value="{done}" aria-label="Reading"></progress>'
             f"<span>Reading {done:,} of {view.total:,} tokens{reused}</span></div>"
         )
-    label = "Waiting for its turn" if view.state == "waiting" else "Thinking"
+    label = "Waiting for its turn" if view.state == "waiting" else "Writing"
     return _reply(f'<div class="kw-waiting"><i></i><i></i><i></i><span>{label}</span></div>')
 
 
@@ -146,23 +154,39 @@ def figures_line(figures: Figures) -> str:
 def _message(message: MessageView, retry: bool) -> str:
     if message.role == "user":
         return f'<article class="kw-user" aria-label="You"><div class="kw-typed">{escape(message.text)}</div></article>'
-    text = f'<div class="kw-text">{render_markdown(message.text)}</div>' if message.text else ""
-    return _reply(text + _ending(message, retry) + _foot(message))
+    parts = split_reply(message.text)
+    text = f'<div class="kw-text">{render_markdown(parts.answer)}</div>' if parts.answer else ""
+    return _reply(_thought(message.id, parts) + text + _ending(message, parts, retry) + _foot(message, parts.answer))
 
 
-def _foot(message: MessageView) -> str:
-    """Under a reply: its figures and what can be done with it."""
+def _thought(message_id: str, parts: Parts, *, growing: bool = False) -> str:
+    """A reply's reasoning, closed until somebody opens it; `page.js` keeps it open while the reply grows."""
+    if not parts.reasoning and not (growing and parts.open):
+        return ""
+    count = len(_WORD.findall(parts.reasoning))
+    label = f"Thought in {count:,} {'word' if count == 1 else 'words'}"
+    if growing:
+        label = '<span class="kw-waiting"><i></i><i></i><i></i></span>Thinking'
+    render = render_growing if growing else render_markdown
+    return (
+        f'<details class="kw-thought" data-thought="{escape(message_id)}"><summary>{label}</summary>'
+        f'<div class="kw-text">{render(parts.reasoning)}</div></details>'
+    )
+
+
+def _foot(message: MessageView, answer: str) -> str:
+    """Under a reply: its figures and what can be done with its answer."""
     figures = figures_line(message.figures) if message.figures else ""
     copy = ""
-    if message.text:
+    if answer:
         copy = (
-            f'<button type="button" class="kw-icon kw-small" data-act="copy-reply" data-text="{escape(message.text)}" '
+            f'<button type="button" class="kw-icon kw-small" data-act="copy-reply" data-text="{escape(answer)}" '
             f'aria-label="Copy this reply" title="Copy">{icon("copy")}</button>'
         )
     return f'<div class="kw-foot">{copy}{figures}</div>' if figures or copy else ""
 
 
-def _ending(message: MessageView, retry: bool) -> str:
+def _ending(message: MessageView, parts: Parts, retry: bool) -> str:
     """Why a reply ended, where it did not simply come to its end."""
     if message.status == "failed":
         return notice(message.error or "This reply could not be finished.", retry=retry)
@@ -174,6 +198,8 @@ def _ending(message: MessageView, retry: bool) -> str:
     if message.finish_reason == "length":
         count = f" of {message.figures.output_tokens:,} tokens" if message.figures else ""
         return notice(message.error or f"This reply ended at its limit{count}.", calm=True)
+    if message.status == "complete" and parts.reasoning and not parts.answer:
+        return notice("The model thought, and then wrote no answer.", calm=True)
     return ""
 
 

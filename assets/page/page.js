@@ -44,7 +44,14 @@ window.keepwarm = (() => {
   // Called by a slot's template: the HTML it shows. What belongs to another chat changes nothing.
   function accept(slot, packet) {
     if (belongs(packet)) shown[slot] = packet.html;
-    return shown[slot] || "";
+    return withOpenThoughts(shown[slot] || "");
+  }
+
+  // What somebody opened stays open while the reply grows and once it is there.
+  const openThoughts = new Set();
+
+  function withOpenThoughts(html) {
+    return html.replace(/<details class="kw-thought" data-thought="([^"]*)"/g, (tag, id) => (openThoughts.has(id) ? `${tag} open` : tag));
   }
 
   // Called once for each slot: what a packet means beyond its HTML.
@@ -433,12 +440,26 @@ window.keepwarm = (() => {
   // Which model the next reply comes from; "" is the default.
   const model = () => (current.startsWith(NEW) ? keepwarmModels.known(sessionStorage.getItem(MODEL_KEY)) : header?.model || "");
 
+  const THINKING = {
+    preserve: "If it thinks before it answers, the reasoning of earlier replies stays in what it reads.",
+    strip: "If it thinks before it answers, the reasoning of earlier replies is left out of what it reads.",
+  };
+
+  function tell(selector, text) {
+    const place = $(selector);
+    if (!place) return;
+    place.textContent = text || "";
+    place.hidden = !text;
+  }
+
   function showModel() {
     const mine = keepwarmModels.find(model());
     for (const place of document.querySelectorAll(".kw-model")) {
       place.textContent = mine?.name || "";
       place.title = mine ? `Replies come from ${mine.name}; choose another` : "";
     }
+    tell("#kw-model-note", mine?.notice);
+    tell("#kw-thinking", THINKING[mine?.thinking]);
   }
 
   async function chooseModel(id) {
@@ -541,6 +562,8 @@ window.keepwarm = (() => {
   }
 
   function onClick(event) {
+    const thought = event.target.closest?.("summary")?.closest(".kw-thought");
+    if (thought) return thought.open ? openThoughts.delete(thought.dataset.thought) : openThoughts.add(thought.dataset.thought);
     const send = event.target.closest?.("#kw-send");
     if (send) {
       if (whyNotSend()) {

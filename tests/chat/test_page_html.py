@@ -139,3 +139,50 @@ def test_progress_of_a_long_prompt_is_told_in_tokens() -> None:
 def test_a_notice_is_announced_unless_it_is_calm() -> None:
     assert 'role="alert"' in notice("Broken.")
     assert 'role="note"' in notice("Stopped.", calm=True)
+
+
+THOUGHT = "<think>\nHm, *hm*. <b>\n</think>\n\nLike **so**."
+
+
+def test_reasoning_is_folded_above_the_answer_and_not_copied() -> None:
+    html = transcript(detail(USER, replace(REPLY, text=THOUGHT)))
+    folded = re.search(
+        r'<details class="kw-thought" data-thought="m2"><summary>(.*?)</summary>(.*?)</details>(.*)', html, re.S
+    )
+    assert folded
+    assert folded[1] == "Thought in 3 words"
+    assert "<em>hm</em>. &lt;b&gt;" in folded[2]
+    assert '<div class="kw-text"><p>Like <strong>so</strong>.</p>' in folded[3]
+    assert 'data-text="Like **so**."' in folded[3]
+    assert "think&gt;" not in html
+
+
+@pytest.mark.parametrize("text", ["Like so.", "<think>\n\n</think>\n\nLike so."])
+def test_a_reply_without_reasoning_has_nothing_folded(text: str) -> None:
+    html = transcript(detail(USER, replace(REPLY, text=text)))
+    assert "<details" not in html
+    assert 'data-text="Like so."' in html
+
+
+def test_words_are_counted_where_they_are_not_set_apart() -> None:
+    assert "Thought in 5 words" in transcript(detail(replace(REPLY, text="<think>你好 a b, c</think>x")))
+    assert "Thought in 1 word<" in transcript(detail(replace(REPLY, text="<think>hm</think>x")))
+
+
+def test_reasoning_that_grows_says_so_until_the_answer_begins() -> None:
+    view = TurnView("s", "m", state="writing")
+    thinking = [live_reply(replace(view, text=text)) for text in ("<think>", "<think>\nHm", "<think>\nHm</think>\n")]
+    assert [text_of(html) for html in thinking] == ["Thinking", "ThinkingHm\n", "ThinkingHm\n"]
+    assert all('data-thought="m"' in html for html in thinking)
+    answering = live_reply(replace(view, text="<think>\nHm</think>\n\nYes"))
+    assert text_of(answering) == "Thought in 1 wordHm\nYes\n"
+    assert '<div class="kw-text kw-growing"><p>Yes</p>' in answering
+
+
+def test_a_reply_that_ended_inside_its_reasoning_says_so() -> None:
+    thought = replace(REPLY, text="<think>\nHm")
+    assert "The model thought, and then wrote no answer." in transcript(detail(USER, thought))
+    assert "data-text" not in transcript(detail(USER, thought))
+    stopped = transcript(detail(USER, replace(thought, status="stopped")))
+    assert "You stopped this reply." in stopped
+    assert "wrote no answer" not in stopped
