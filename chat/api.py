@@ -14,6 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
+from starlette.types import Receive, Scope, Send
 
 from chat.bodies import body_of
 from chat.completion import ApiTurn
@@ -31,7 +32,6 @@ from storage.errors import StorageError
 log = logging.getLogger(__name__)
 
 READING = ["GET", "HEAD"]
-EVERY_METHOD = [*READING, "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 GONE = 499  # a status that nobody receives, for the log
 
 
@@ -41,11 +41,20 @@ def api_router(service: ChatService) -> APIRouter:
     api = _Api(service)
     for path, (endpoint, methods) in api.routes.items():
         router.add_api_route(path, endpoint, methods=methods, response_model=None)
-    router.add_api_route("/healthz", api.health, methods=READING, response_model=None)
-    router.add_api_route("/readyz", api.ready, methods=READING, response_model=None)
-    for path in ("/v1", "/v1/{path:path}"):
-        router.add_api_route(path, api.unknown, methods=EVERY_METHOD, response_model=None)
+    for path in (*api.routes, "/v1", "/v1/{path:path}"):
+        router.add_route(path, _Otherwise(api.unknown))  # type: ignore[arg-type]  # a function takes GET alone
     return router
+
+
+class _Otherwise:
+    """Answers what no route before it has taken, whatever its method."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[Response]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(Request(scope, receive))
+        await response(scope, receive, send)
 
 
 class _Api:
@@ -57,6 +66,8 @@ class _Api:
             "/v1/models": (self.models, READING),
             "/v1/models/{name:path}": (self.model, READING),
             "/v1/openapi.json": (self.described, READING),
+            "/healthz": (self.health, READING),
+            "/readyz": (self.ready, READING),
         }
 
     async def complete(self, request: Request) -> Response:
