@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -200,6 +199,5 @@ def _quieten() -> None:
     from transformers.utils import logging as transformers_logging
 
     warnings.simplefilter("ignore")
-    logging.getLogger().setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

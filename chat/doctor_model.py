@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.model import folders, gguf, hub, sizing, sources, weights
 from engine.model.adapters import check_adapter
+from engine.model.attention import KERNEL
 from engine.model.choices import known_dtype
 from engine.model.digests import remembered
 from engine.model.loading import DTYPES, choose
@@ -26,7 +27,7 @@ from engine.model.sizing import Sizing
 from engine.shares import usual_bytes
 
 ANOTHER = "name another with --model"
-AT_FIRST_START = "converted at the first start, after which its tokenizer and chat template can be checked"
+AT_FIRST_START = "converted at the first start, after which its tokenizer and template can be checked"
 SAMPLE = "Grüße, 你好, नमस्ते\n\t 👩‍👩‍👧 1.000 <b>"
 
 
@@ -73,7 +74,7 @@ def _locate(model: str, cache_dir: Path, dtype: str) -> Located:
     content = remembered([source.path], cache_dir)
     folder = gguf.converted_folder(content, cache_dir, DTYPES[dtype]) if content else None
     if folder is None:
-        return Located(f"{detail}, {AT_FIRST_START}", None, header.numbers)
+        return Located(f"{detail}; {AT_FIRST_START}", None, header.numbers)
     return Located(f"{detail}, converted", _whole(folder))
 
 
@@ -111,7 +112,7 @@ def architecture(model: str, located: Located) -> tuple[Sizing | None, Finding]:
     return sized, ok(
         "architecture",
         f"{sized.kind}, {sized.parameters:,} parameters, a context of {sized.context_length:,} tokens{sees}; served by "
-        "paged SDPA, which every start compares with the model's own attention",
+        f"{KERNEL}, which every start compares with the model's own attention",
     )
 
 
@@ -128,7 +129,7 @@ def fit(
         detail = f"{context:,} tokens, and the model was made for {sized.context_length:,}"
         yield Finding("problem", "context", detail, f"--context {sized.context_length} or less")
         return
-    usual = usual_bytes(context, block_size, token * block_size, device.capacity - weight if running else device.free)
+    usual = usual_bytes(context, block_size, token * block_size, (device.capacity if running else device.free) - weight)
     budget = int(settings.device_kv or usual)
     tokens = budget // (token * block_size) * block_size
     one = -(-context // block_size) * block_size * token

@@ -132,7 +132,8 @@ def verdict(here: Sizes, question: Question, room: Room) -> Finding:
     if needed <= left:
         more = f"{detail}, and device_kv is {size(here.budget)}"
         return Finding("warn", "fit", more, f"start with {setting}; the memory has room for it")
-    length = left // number // here.token
+    block = EngineConfig(cache_dir="").block_size
+    length = left // number // (block * here.token) * block
     fixes = [f"at most {here.in_memory:,} such sessions"] if here.in_memory else []
     fixes += [f"at most {length:,} tokens each (--context {length})"] if length else []
     fixes += ["--dtype bfloat16"] if here.dtype == "float32" else []

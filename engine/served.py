@@ -16,6 +16,7 @@ from engine.cache.pool import KVPool
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
 from engine.model import loading, selfcheck
+from engine.model.attention import KERNEL
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.model.sources import PreparedModel
@@ -110,7 +111,7 @@ class ServedModel:
             fingerprint=measures.fingerprint,
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
-            attention="paged SDPA",
+            attention=KERNEL,
             context_length=measures.context_length,
             vocab_size=measures.vocab_size,
             eos_ids=loading.eos_ids(loaded),
@@ -191,8 +192,11 @@ def contents(prepared: PreparedModel) -> tuple[str, bytes]:
 
 
 def in_mib(size: int) -> str:
-    """A size for people, in MiB or GiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 10 * 2**30 else f"{size / 2**20:,.0f} MiB"
+    """A size for people."""
+    for unit, least in (("GiB", 10 * 2**30), ("MiB", 10 * 2**20), ("KiB", 0)):
+        if size >= least:
+            return f"{size / 2 ** {'GiB': 30, 'MiB': 20, 'KiB': 10}[unit]:,.0f} {unit}"
+    raise ValueError(f"{size} is no size")
 
 
 def _sentence(error: Exception) -> str:

@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.batch import Batch, Row
 
 IMPLEMENTATION = "keepwarm_paged"
+KERNEL = "paged SDPA"  # for people
 Layer = Callable[
     [int], tuple[torch.Tensor, torch.Tensor]
 ]  # layer index → its K and V, [blocks, block_size, heads, dim]
