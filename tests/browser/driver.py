@@ -102,10 +102,10 @@ class ChatDriver:
         expect(self.users).to_have_count(before + 1, timeout=REPLY_MS)
 
     def wait_reply(self) -> str:
-        """Wait until no reply is being written; the text of the last one."""
+        """Wait until no reply is being written; the answer of the last one."""
         expect(self.send_button).to_be_visible(timeout=REPLY_MS)
         expect(self.page.locator("#kw-live .kw-reply")).to_have_count(0)
-        return self.replies.last.locator(".kw-text").inner_text()
+        return self.replies.last.locator("> .kw-text").inner_text()
 
     def ask(self, text: str) -> str:
         """Send `text` and wait for the whole reply."""
