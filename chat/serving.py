@@ -43,6 +43,8 @@ def listen(host: str, port: int) -> socket.socket:
         fix = f"choose another with --port {port + 1 if port < 65535 else 7860}, or --port 0 for a free one"
         if error.errno == errno.EADDRINUSE:
             raise ListenError(f"port {port} is in use by another program; {fix}") from error
+        if error.errno != errno.EACCES:
+            fix = "choose another address with --host 127.0.0.1"
         raise ListenError(f"cannot listen on {host} port {port} ({error.strerror}); {fix}") from error
     # Accepted connections inherit it. asyncio would set it only where the socket was made with the protocol's number,
     # and without it the second part of every answer waits for the client's delayed acknowledgement, 40 ms.

@@ -25,6 +25,8 @@ PREFIX = "KEEPWARM_"
 FILE_NAME = "keepwarm.toml"
 NOT_IN_FILE = {"config"}  # it says where the file is
 NOT_SAVED = {"config", "data_dir"}  # they say where the saved values are
+LIKENESS = 0.5  # of a value to a possible one, from 0 to 1, that makes it worth a hint
+SHOWN = 200  # characters of a value in an error
 
 
 class SettingsError(Exception):
@@ -56,11 +58,15 @@ class Settings(BaseSettings):
         "auto", description="Number format of the weights and the cache; float32 repeats a reply exactly."
     )
     context: int | None = Field(
-        None, ge=1, description="The most tokens that a chat may have; otherwise as many as the model was made for."
+        None,
+        ge=1,
+        lt=2**31,
+        description="The most tokens that a chat may have; otherwise as many as the model was made for.",
     )
     device_kv: ByteSize | None = Field(
         None,
         gt=0,
+        lt=2**62,
         description="Memory that holds warm chats, of all models together, like 256MiB; otherwise room for two full "
         "contexts.",
     )
@@ -99,7 +105,12 @@ class Settings(BaseSettings):
     @field_validator("data_dir", "config")
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
-        return path if path is None else path.expanduser().absolute()
+        try:
+            if path is not None and "\0" in str(path):
+                raise ValueError("a path holds no such character")
+            return path if path is None else path.expanduser().absolute()
+        except (RuntimeError, ValueError) as error:  # RuntimeError: ~somebody who does not exist
+            raise PydanticCustomError("path", "not a path") from error
 
     @classmethod
     def settings_customise_sources(
@@ -154,7 +165,8 @@ def load_settings(flags: Mapping[str, Any], read_saved: Callable[[Path], Mapping
     """Merge the five places and validate what won.
 
     `flags` holds the settings given on the command line (None: not given); `read_saved` returns what the app saved in a
-    data directory. Raises SettingsError for the first unknown key or bad value.
+    data directory. Raises SettingsError for the first unknown key or bad value, also for one that a stronger place
+    hides; only a saved one may be hidden, because the app that could change it would not start.
     """
     return trace_settings(flags, read_saved)[0]
 
@@ -164,9 +176,9 @@ def trace_settings(
 ) -> tuple[Settings, dict[str, str]]:
     """As `load_settings`, and where each setting that is not left at its default came from, in words for people."""
     given: dict[str, Given] = {}
-    _merge(given, {name: Given(value, flag(name)) for name, value in flags.items() if value is not None})
-    _merge(given, _from_environment())
-    _merge(given, _from_file(given.get("config")))
+    _add(given, {name: Given(value, flag(name)) for name, value in flags.items() if value is not None})
+    _add(given, _from_environment())
+    _add(given, _from_file(given.get("config")))
     settings = _validate(given)
     if read_saved is not None:
         saved = read_saved(settings.data_dir)
@@ -176,6 +188,11 @@ def trace_settings(
         )
         settings = _validate(given)
     return settings, {name: value.origin for name, value in given.items()}
+
+
+def _add(given: dict[str, Given], weaker: Mapping[str, Given]) -> None:
+    _validate(weaker)
+    _merge(given, weaker)
 
 
 def _merge(given: dict[str, Given], weaker: Mapping[str, Given]) -> None:
@@ -224,7 +241,7 @@ def _validate(given: Mapping[str, Given]) -> Settings:
         details = error.errors(include_url=False)[0]
         name = str(details["loc"][0])
         value, origin = given[name]
-        raise SettingsError(f"{name} = {value!r} (from {origin}): {_reason(name, value, details)}") from error
+        raise SettingsError(f"{name} = {_shown(value)} (from {origin}): {_reason(name, value, details)}") from error
 
 
 def _reason(name: str, value: object, details: ErrorDetails) -> str:
@@ -238,9 +255,19 @@ def _reason(name: str, value: object, details: ErrorDetails) -> str:
     annotation = Settings.model_fields[name].annotation
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        return f"not one of {', '.join(choices)}; the nearest is {nearest(str(value), choices)!r}"
+        alike = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=LIKENESS)
+        return f"not one of {', '.join(choices)}" + "".join(f"; the nearest is {choice!r}" for choice in alike)
     if name == "browser":
         return "not a yes or a no; write true or false"
     if name in ("data_dir", "config"):
         return "not a path"
-    return details["msg"]
+    if name == "model":
+        return "not a model; name smollm2, a Hugging Face folder or hub id, or a .gguf file"
+    if name == "adapter":
+        return "not an adapter; name a folder or a hub id"
+    return details["msg"] if details["type"] == "loopback" else "not an address; use 127.0.0.1"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

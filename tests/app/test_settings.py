@@ -120,6 +120,53 @@ def test_a_bad_choice_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None
     assert "the nearest is 'float32'" in complaint({"dtype": "fp32", "device": "cpu"})
 
 
+def test_a_hint_is_given_only_where_one_helps() -> None:
+    assert complaint({"dtype": "int8"}) == (
+        "dtype = 'int8' (from --dtype): not one of auto, float32, bfloat16, float16"
+    )
+
+
+def test_a_bad_value_is_named_although_a_stronger_place_hides_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('log_level = "loud"\n')
+    assert complaint({"log_level": "error"}).startswith(f"log_level = 'loud' (from {file}): not one of")
+    monkeypatch.setenv("KEEPWARM_PORT", "abc")
+    assert complaint({"port": "8000"}).startswith("port = 'abc' (from KEEPWARM_PORT): not a port")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("model", "", "not a model; name smollm2, a Hugging Face folder or hub id, or a .gguf file"),
+        ("adapter", "", "not an adapter; name a folder or a hub id"),
+        ("data_dir", "~nobody-of-that-name/x", "not a path"),
+        ("data_dir", "a\0b", "not a path"),
+        ("context", "1e3", "not a number of tokens; give a whole number from 1"),
+        ("context", "9" * 30, "not a number of tokens; give a whole number from 1"),
+        ("device_kv", "9" * 30 + "GiB", "not a size; write it like 256MiB, 1.5GB or a number of bytes"),
+        ("device_kv", "nan", "not a size; write it like 256MiB, 1.5GB or a number of bytes"),
+        ("port", "9" * 5000, "not a port; give a whole number from 0 to 65535"),
+    ],
+)
+def test_no_value_is_too_odd_to_be_named(name: str, value: str, words: str) -> None:
+    line = complaint({name: value})
+    assert line.startswith(f"{name} = {value!r}"[:150])
+    assert line.endswith(f"(from --{name.replace('_', '-')}): {words}")
+    assert len(line) < 400
+
+
+def test_a_value_of_another_kind_in_the_file(file: Path) -> None:
+    for line, words in (
+        ("model = 5", "not a model; name smollm2"),
+        ("host = 127", "not an address; use 127.0.0.1"),
+        ("data_dir = []", "not a path"),
+        ("context = 1.5", "not a number of tokens"),
+        ("log_level = {}", "not one of debug, info, warning, error"),
+        ('browser = "maybe"', "not a yes or a no"),
+    ):
+        file.write_text(line)
+        assert words in complaint()
+
+
 def test_a_bad_yes_or_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPWARM_BROWSER", "perhaps")
     expected = "(from KEEPWARM_BROWSER): not a yes or a no; write true or false"
