@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from pydantic import ByteSize
 
 from chat.doctor import Finding, count, ok, size
 from chat.instance import Running
@@ -27,7 +28,11 @@ ANOTHER = "choose another with --data-dir"
 
 def settings(given: Settings, origins: Mapping[str, str]) -> Iterator[Finding]:
     """Each setting that is not left at its default, and who set it."""
-    values = (f"{name} = {getattr(given, name)} (from {origin})" for name, origin in sorted(origins.items()))
+    shown = {name: getattr(given, name) for name in sorted(origins)}
+    values = [
+        f"{name} = {size(value) if isinstance(value, ByteSize) else value} (from {origins[name]})"
+        for name, value in shown.items()
+    ]
     yield ok("settings", ", ".join(values) or "all at their defaults")
 
 

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+import app
+from chat.doctor_questions import FIRST_TOKEN_HIGH_S, FLAT, PER_TOKEN_HIGH_S, TPOT, TTFT
+from chat.figures import PATH, REMEMBERED
 from chat.settings import Settings, flag, variable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,3 +84,21 @@ def test_both_locks_agree_and_hold_nothing_that_only_one_machine_has() -> None:
         assert not re.search(r"^(nvidia|cuda|triton)", text, re.MULTILINE)
         assert "://" not in text
     assert pins["requirements.lock"] < pins["requirements-dev.lock"]
+
+
+def test_what_the_readme_says_of_the_doctor_is_so() -> None:
+    section = README.split("## When something is wrong\n")[1].split("\n## ")[0]
+    command = typer.main.get_command(app.cli).commands["doctor"]  # type: ignore[attr-defined]
+    known = {word for parameter in command.params for word in parameter.opts}
+    assert set(re.findall(r"--[a-z]+(?:-[a-z]+)*", section)) <= known
+    assert {"--size", "--context", "--sessions", "--url", "--load", "--json"} <= known
+    for words in (
+        f"the median is over {FIRST_TOKEN_HIGH_S:g} second",
+        f"the median is over {PER_TOKEN_HIGH_S:g} seconds",
+        f"less than {FLAT:g} times",
+        f"the last {REMEMBERED} replies",
+        TTFT,
+        TPOT,
+    ):
+        assert words in section
+    assert f"`GET {PATH}`" in README

@@ -27,8 +27,11 @@ OLD = Path(__file__).parents[1] / "data" / "0001.sqlite3"
 def test_settings_are_told_with_where_they_came_from() -> None:
     (none,) = settings(Settings(), {})
     assert none.detail == "all at their defaults"
-    (some,) = settings(Settings(port=8001, dtype="float32"), {"port": "--port", "dtype": "KEEPWARM_DTYPE"})
-    assert some.detail == "dtype = float32 (from KEEPWARM_DTYPE), port = 8001 (from --port)"
+    given = Settings(port=8001, dtype="float32", device_kv="100MiB")
+    (some,) = settings(given, {"port": "--port", "dtype": "KEEPWARM_DTYPE", "device_kv": "k.toml"})
+    assert some.detail == (
+        "device_kv = 100 MiB (from k.toml), dtype = float32 (from KEEPWARM_DTYPE), port = 8001 (from --port)"
+    )
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
