@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from chat.doctor import DoctorError, Finding, ok
+from chat.doctor import DoctorError, Finding, count, ok
 from chat.doctor_questions import answers, duration
 from chat.figures import PATH, ServerFigures
 from chat.instance import read_note
@@ -71,7 +71,9 @@ def examine(url: str, figures: ServerFigures) -> list[Finding]:
     if capabilities is None:
         return [ok("server", f"{who}, serves no model yet")]
     threads = f", {capabilities.threads} threads" if capabilities.device == "cpu" else ""
-    serves = f"{capabilities.model_name} in {capabilities.dtype} on {capabilities.device}{threads}"
+    others = len(figures.snapshot.models) - 1 if figures.snapshot is not None else 0
+    more = f" and {count(others, 'other model')}" if others > 0 else ""
+    serves = f"{capabilities.model_name}{more} in {capabilities.dtype} on {capabilities.device}{threads}"
     return [ok("server", f"{who}, serves {serves}, {capabilities.attention}"), *answers(figures)]
 
 

@@ -48,6 +48,7 @@ def test_help_has_every_setting() -> None:
         [sys.executable, "app.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     words = " ".join(shown.split())
+    assert "doctor Say what is wrong, and what to do about it." in words
     for name, field in Settings.model_fields.items():
         assert f"{flag(name)} " in words
         assert " ".join(str(field.description).split()) in words

@@ -122,6 +122,17 @@ def test_auto_keeps_the_format_of_the_first_start() -> None:
     assert found.dtype == "float16"
 
 
+def test_a_gpu_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA T1000")
+    (place, kind), found = device(settings(), None)
+    assert place.detail == "NVIDIA T1000, 20 GiB of 24 GiB free; auto takes a CUDA GPU where there is one"
+    assert kind.detail == "bfloat16; auto takes bfloat16 where the GPU multiplies it, else float16"
+    assert found == doctor_machine.Device("cuda", "bfloat16", 24 * GIB, 20 * GIB)
+
+
 def test_a_gpu_that_torch_cannot_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor_machine, "NVIDIA", tmp_path)

@@ -286,6 +286,7 @@ def test_the_rate_of_weights_is_said_only_where_one_model_is_served() -> None:
     two = snapshot()
     two = msgspec.structs.replace(two, models=two.models * 2)
     assert "of weights" not in per_token(server(snapshot=two)).detail
+    assert "serves m and 1 other model in bfloat16" in examine("http://h", server(snapshot=two))[0].detail
 
 
 # --- memory and throughput --------------------------------------------------------------------------------------------
