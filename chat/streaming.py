@@ -13,6 +13,7 @@ from typing import Protocol
 from chat.thinking import Splitter, Writer, overlap
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"  # what bytes that make no character, or not yet one, decode to
+_LONG, _UNSURE = 16, 3  # ids: a window that is worth shortening; those at the end that may yet make a character
 
 
 class Detokenizer:
@@ -23,12 +24,16 @@ class Detokenizer:
 
         ids   |  given out long ago  | window: shown already | not yet shown |
                                      ^ _start                ^ _shown
+
+    Where nothing but bytes comes that make no character, what is sure of their text waits in `_held`, so that the
+    window stays short then too.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._start = self._shown = 0
         self._window = ""  # the text of ids[_start:_shown]
+        self._held = ""
         self.ids: list[int] = []
         self.ends: list[int | None] = []  # None: id i ends inside a character
         self.length = 0  # characters given out
@@ -39,14 +44,25 @@ class Detokenizer:
         text = self._decode(self.ids[self._start :])
         if text.endswith(_BROKEN):
             self.ends.append(None)
+            self._shorten(text)
             return ""
-        piece = text[len(self._window) :]
+        piece = self._held + text[len(self._window) :]
         if piece:
+            self._held = ""
             self._start, self._shown = self._shown, len(self.ids)
             self._window = self._decode(self.ids[self._start :])
             self.length += len(piece)
         self.ends.append(self.length)
         return piece
+
+    def _shorten(self, text: str) -> None:
+        cut = len(self.ids) - _UNSURE
+        if cut < max(self._shown, self._start + _LONG):
+            return
+        sure = self._decode(self.ids[self._start : cut])
+        if sure + self._decode(self.ids[cut:]) == text:  # no character lies across the cut
+            self._held += sure[len(self._window) :]
+            self._start, self._shown, self._window = cut, cut, ""
 
 
 class StopStrings:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from chat.encoding import TextEncoder
 from chat.errors import InvalidText, PromptTooLong, UnusableModel
-from chat.streaming import ReplyText
+from chat.streaming import Detokenizer, ReplyText
 from chat.templates import LARGE, ChatTemplate, Entry
 from tests.chat import model_files as files
 
@@ -170,6 +171,25 @@ def test_bytes_decode_alike_however_the_run_goes_on(kinds, first, second):
     assert whole == "a" + (first + second).decode("utf-8", "replace")
     if "\ufffd" not in whole:
         assert whole == template.tokenizer.decode([*template.encode_text("a"), *byte(first + second)])
+
+
+@pytest.mark.parametrize("name", ["embedded", "bytes"])
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([b"\x80" * 40, b"\xff" * 30, "é€👩".encode(), b"\xe2\x82", b"\xf0\x9f\x91", b"a", b" "]))
+)
+def test_a_long_run_of_broken_bytes_is_decoded_in_pieces(kinds, name, runs):
+    template = kinds[name]
+    spell = (lambda byte: f"<0x{byte:02X}>") if name == "bytes" else bytes_to_unicode().get
+    known = (template.tokenizer.token_to_id(spell(byte)) for run in runs for byte in run)
+    ids = [index for index in known if index is not None]
+    sizes: list[int] = []
+    detokenizer = Detokenizer(lambda some: (sizes.append(len(some)), template.decode(some))[1])
+    text = "".join(detokenizer.push(index) for index in ids)
+    ends = [(at + 1, end) for at, end in enumerate(detokenizer.ends) if end is not None]
+    assert all(template.decode(ids[:count]) == text[:end] for count, end in ends)
+    assert text == template.decode(ids) or template.decode(ids).endswith("\ufffd")
+    assert max(sizes, default=0) <= 24
 
 
 def test_a_character_of_bytes_is_shown_as_soon_as_it_is_there(kinds):
