@@ -18,16 +18,17 @@ from chat.conversation import Asked, Conversations, title_of
 from chat.errors import EmptyMessage, ModelNotFound, SessionNotFound, SystemPromptFixed, check_text
 from chat.figures import RecentReplies
 from chat.models import DEFAULT, Models
+from chat.shown import context_tokens, message_view
 from chat.templates import Entry
 from chat.thinking import Policy
 from chat.turns import SAVE_SECONDS, LiveTurn
-from chat.views import Figures, MessageView, ModelView, SessionDetail, SessionView, TurnOptions
+from chat.views import ModelView, SessionDetail, SessionView, TurnOptions
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from engine.protocol import Snapshot
 from engine.state import EngineState
 from storage.errors import StorageError
-from storage.records import MessageRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
+from storage.records import SessionRecord, SessionSummary, UserRecord
 from storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -143,8 +144,8 @@ class ChatService:
             updated_at=record.updated_at,
             running=self._conversations.is_running(session_id),
             system_prompt=record.system_prompt,
-            messages=tuple(_message_view(m, turns.get(m.id), live) for m in path if m.role != "system"),
-            context_tokens=sum(len(message.token_ids) for message in path),
+            messages=tuple(message_view(m, turns.get(m.id), live) for m in path if m.role != "system"),
+            context_tokens=context_tokens(path, turns),
             context_length=model.capabilities.context_length if model else 0,
             model_id=record.model_id,
         )
@@ -274,43 +275,5 @@ class ChatService:
                 await self._engine.drop(session_id)
 
 
-def _message_view(message: MessageRecord, turn: TurnRecord | None, live: LiveTurn | None) -> MessageView:
-    view = MessageView(
-        id=message.id,
-        role=message.role,
-        text=message.text,
-        status=message.status,
-        finish_reason=message.finish_reason,  # type: ignore[arg-type]
-        error=message.error,
-        figures=None if turn is None else _figures(turn),
-        created_at=message.created_at,
-    )
-    if message.status != "streaming":
-        return view
-    if live is None or live.message_id != message.id:  # its end could not be saved
-        return replace(view, status="interrupted")
-    now = live.view
-    return replace(
-        view,
-        text=now.text,
-        status=now.status or "streaming",
-        finish_reason=now.finish_reason,
-        error=now.error,
-        figures=now.figures,
-    )
-
-
 def _prompt_of(text: str) -> str:
     return check_text(text, "system prompt") if text.strip() else ""
-
-
-def _figures(turn: TurnRecord) -> Figures:
-    return Figures(
-        prompt_tokens=turn.prompt_tokens,
-        reused_tokens=turn.device_tokens,
-        computed_tokens=turn.computed_tokens,
-        recomputed_tokens=turn.recomputed_tokens,
-        output_tokens=turn.output_tokens,
-        ttft_s=turn.ttft_s,
-        tpot_s=turn.tpot_s,
-    )

@@ -142,6 +142,8 @@ async def test_reuse_over_turns_of_the_page(thinking, store):
             assert done.figures.reused_tokens == expected_reuse(policy, sent, done.figures.output_tokens)
         path = await store.path(chat)
         assert template.decode(path[-1].token_ids) == path[-1].text == THOUGHT  # the ledger keeps all of it
+    shown = await service.session(service.user.id, chat)
+    assert shown.context_tokens == done.figures.prompt_tokens + done.figures.output_tokens  # as it was sent
     prompt = template.tokenizer.decode(engine.submits[-1].token_ids, skip_special_tokens=False)
     assert prompt.count("They want a number") == (3 if policy == "preserve" else 0)
     assert prompt.count("Four.<|im_end|>") == 3

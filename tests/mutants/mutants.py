@@ -36,6 +36,10 @@ CONVERSATION = "chat/conversation.py"
 STREAMING = "chat/streaming.py"
 TEMPLATES = "chat/templates.py"
 ENCODING = "chat/encoding.py"
+RENDERING = "chat/rendering.py"
+THINKING = "chat/thinking.py"
+BYTES = "chat/token_bytes.py"
+KEYS = "storage/keys.py"
 GUARD = "chat/guard.py"
 BOOKS = ("tests/engine/cache",)
 STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
@@ -46,6 +50,9 @@ LEDGER = ("tests/chat/test_templates.py",)
 LIVES = ("tests/engine/test_scheduler_machine.py",)
 SEVERAL = ("tests/engine/test_several_models.py",)
 CHOICE = ("tests/chat/test_models.py",)
+THOUGHTS = ("tests/chat/test_template_kinds.py", "tests/chat/test_thinking.py")
+DATES = ("tests/chat/test_rendering.py",)
+TOKENS = ("tests/chat/test_encoding.py",)
 GUARDS = ("tests/chat/test_guard.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -275,7 +282,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "leak the beginning of a stop string",
         STREAMING,
-        "keep = max((_overlap(text, stop) for stop in self._stops), default=0)",
+        "keep = max((overlap(text, stop) for stop in self._stops), default=0)",
         "keep = 0",
         TEXT,
     ),
@@ -287,6 +294,24 @@ MUTANTS: tuple[Mutant, ...] = (
         TEXT,
     ),
     Mutant("close a reply twice", TEMPLATES, "if not closed or not text.startswith(closed):", "if True:", LEDGER),
+    Mutant("strip no reasoning", TEMPLATES, 'self._marks if thinking == "strip" else None', "None", THOUGHTS),
+    Mutant(
+        "leave the opening of stripped reasoning",
+        TEMPLATES,
+        "if asked and sent[index] != segments[index]:",
+        "if False:",
+        THOUGHTS,
+    ),
+    Mutant("cut reasoning one token short", THINKING, "return count, text[end", "return count - 1, text[end", THOUGHTS),
+    Mutant("give out half a mark", THINKING, "keep = overlap(thought, self._marks.closing)", "keep = 0", THOUGHTS),
+    Mutant("match reasoning that no client sends", KEYS, 'if role == "assistant":', "if False:", THOUGHTS),
+    Mutant(
+        "let a template write today's date anew", RENDERING, "now() if at is None else", "now() if True else", DATES
+    ),
+    Mutant("let a template run on", RENDERING, "        if left < 0:\n", "        if False:\n", DATES),
+    Mutant("believe a rewriting tokenizer", ENCODING, "if made and made != ", "if False and made != ", TOKENS),
+    Mutant("promise tokens that a normaliser takes", BYTES, " and all(shrinks) and ", " and ", TOKENS),
+    Mutant("give up a run for one bad byte", ENCODING, "if self._bytes and BROKEN in text:", "if False:", TOKENS),
     Mutant("let users write control tokens", ENCODING, "found[0][:1] + cut + self", "found[0][:1] + self", LEDGER),
     Mutant(
         "believe any Origin",
