@@ -5,10 +5,15 @@ It knows how the parts are put together and how they end, and nothing of what th
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":  # the imports take a second, and nothing is open before them
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import asyncio
 import importlib
 import logging
-import os
 import socket
 import sys
 import time
@@ -285,4 +290,8 @@ async def tell_until_ready(engine: EngineClient, url: str, started: float) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

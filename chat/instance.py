@@ -6,6 +6,7 @@ This module knows nothing of what the server serves.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import stat
 import time
@@ -21,6 +22,8 @@ LOCK_NAME = "keepwarm.lock"
 NOTE_NAME = "server.json"
 PATIENCE = 5.0  # seconds a second start waits for a holder that says nothing
 PAUSE = 0.1  # seconds between two looks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,19 +71,22 @@ class Instance:
                 sleep(PAUSE)
             else:
                 raise AlreadyRunning(None)
+            instance = cls(data_dir, lock)
+            instance.withdraw()  # what a killed server left behind
         except (OSError, NotImplementedError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise DataDirError(f"cannot write to {data_dir} ({reason}); choose another with --data-dir") from error
-        instance = cls(data_dir, lock)
-        instance.withdraw()  # what a killed server left behind
         return instance
 
     def announce(self, url: str) -> None:
-        """Tell later starts where this server listens."""
+        """Tell later starts where this server listens; where that cannot be written, they will not know."""
         note = self.data_dir / NOTE_NAME
         fresh = note.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(Running(url, os.getpid()))), encoding="utf-8")
-        fresh.replace(note)
+        try:
+            fresh.write_text(json.dumps(asdict(Running(url, os.getpid()))), encoding="utf-8")
+            fresh.replace(note)
+        except OSError as error:
+            log.warning("a second start will not find this server: %s", error)
 
     def withdraw(self) -> None:
         """Stop telling: this server is ending, and nobody should be sent to it."""

@@ -5,12 +5,15 @@ This is also the one place where errors of sqlite3 and SQLAlchemy become ours. I
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from sqlalchemy.exc import DBAPIError
+
+ROOM = 64 * 1024  # bytes that the files beside the database need at least
 
 
 class StorageError(Exception):
@@ -134,8 +137,16 @@ def _typed(error: BaseException | None, path: Path) -> StorageError:
         return DatabaseDamaged(path, str(error))
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return DatabaseBusy(path)
-    if code == sqlite3.SQLITE_FULL:
+    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _has_no_room(path)):
         return DiskFull(path)
     if code == sqlite3.SQLITE_CONSTRAINT:
         return InvalidValue(f"refused by the database: {error}")
     return DatabaseFailed(path, str(error))
+
+
+def _has_no_room(path: Path) -> bool:
+    """Whether the disk is full: SQLite tells that of its main file, and of those beside it only that writing failed."""
+    try:
+        return shutil.disk_usage(path.parent).free < ROOM
+    except OSError:
+        return False
