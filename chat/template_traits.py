@@ -9,6 +9,7 @@ from itertools import accumulate
 from chat.errors import TemplateError
 from chat.rendering import Message, Renderer
 
+PROBED_AT = 1e9  # seconds since the epoch: any moment, but the same for all
 REPLIES = chr(0x10FFFC), chr(0x10FFFD)  # texts that no template writes of itself
 
 
@@ -33,7 +34,7 @@ def probe(renderer: Renderer) -> Traits:
     """Render a few small chats. Raises TemplateError when the template refuses even those."""
     before, generation, history = _opening(renderer)
     messages = [_user("one"), _reply(REPLIES[0]), _user("two")]
-    after = renderer.render(messages, generation=True, at=0.0).rpartition(REPLIES[0])[2]
+    after = renderer.render(messages, generation=True, at=PROBED_AT).rpartition(REPLIES[0])[2]
     try:
         with_system = _opening(renderer, {"role": "system", "content": "be brief"})[2]
     except TemplateError:  # no such chat will come so far
@@ -45,7 +46,7 @@ def _opening(renderer: Renderer, *first: Message) -> tuple[str, str, str | None]
     """`before`, `generation` and `history` of a chat that begins with `first`; the last is None if it is not stable."""
     chat = [*first, _user("one"), _reply(REPLIES[0]), _user("two"), _reply(REPLIES[1]), _user("three")]
     counts = list(accumulate([len(first) + 1, 2, 2]))
-    asking = [renderer.render(chat[:count], generation=True, at=0.0) for count in counts]
+    asking = [renderer.render(chat[:count], generation=True, at=PROBED_AT) for count in counts]
     heads = [_head(renderer, chat[:count], asked) for count, asked in zip(counts, asking, strict=True)]
     histories = [
         asked.removeprefix(head).partition(reply)[0] if asked.startswith(head) and reply in asked else None
@@ -58,7 +59,7 @@ def _opening(renderer: Renderer, *first: Message) -> tuple[str, str, str | None]
 def _head(renderer: Renderer, messages: Sequence[Message], asked: str) -> str:
     """The part of a rendering that comes before the request for a reply; all of it where that cannot be told."""
     try:
-        bare = renderer.render(messages, generation=False, at=0.0)
+        bare = renderer.render(messages, generation=False, at=PROBED_AT)
     except TemplateError:
         return asked
     return bare if asked.startswith(bare) else asked
