@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import psutil
 from chat.doctor import Finding, count, ok, size
 from chat.machine import core_quota, memory_limit, usable_cores
 from chat.settings import VERSION, Settings
+from storage import SQLITE
 
 PACKAGES = ("torch", "transformers", "gguf", "safetensors", "gradio", "fastapi", "uvicorn", "sqlalchemy", "alembic")
 SHOWN = ("torch", "transformers", "gradio")
@@ -46,17 +46,18 @@ def versions() -> Iterator[Finding]:
             yield Finding("problem", "versions", f"{package} is not installed", fix)
     shown = [f"keepwarm {VERSION}", f"Python {platform.python_version()}"]
     shown += [f"{package} {found[package]}" for package in SHOWN if package in found]
-    yield ok("versions", ", ".join([*shown, f"SQLite {sqlite3.sqlite_version}"]))
+    yield ok("versions", ", ".join([*shown, f"SQLite {SQLITE}"]))
 
 
 def machine() -> Iterator[Finding]:
     """The processor, its cores and how many of them the model would use."""
-    import torch
+    from engine.model import hardware
 
-    cores, quota, threads = usable_cores(), core_quota(), torch.get_num_threads()
+    found, cores, quota = hardware.look(), usable_cores(), core_quota()
+    threads = found.threads
     detail = (
         f"{platform.system()} {platform.release()}, {platform.machine()}, {count(cores, 'core')} "
-        f"({torch.backends.cpu.get_cpu_capability()}), {count(threads, 'thread')} for the model"
+        f"({found.instructions}), {count(threads, 'thread')} for the model"
     )
     if quota is not None and quota < threads:
         fix = f"give the container more, or start Keepwarm with OMP_NUM_THREADS={max(1, int(quota))}"
@@ -84,12 +85,10 @@ def memory() -> Iterator[Finding]:
 
 def main_memory() -> tuple[int, int]:
     """Bytes of memory that there are for this process, and those that it can have now."""
-    import torch
-
-    from engine.model.memory import available
+    from engine.model import hardware
 
     total = psutil.virtual_memory().total
-    return min(total, memory_limit() or total), available(torch.device("cpu"))
+    return min(total, memory_limit() or total), hardware.look().free
 
 
 def device(settings: Settings, recorded: str | None) -> tuple[list[Finding], Device | None]:
@@ -112,26 +111,26 @@ def device(settings: Settings, recorded: str | None) -> tuple[list[Finding], Dev
 
 def _measured(kind: str) -> tuple[str, int, int]:
     """The device's name, its memory and how much of that is free, in bytes."""
-    if kind == "cuda":
-        import torch
+    from engine.model import hardware
 
-        free, capacity = torch.cuda.mem_get_info()
-        return f"{torch.cuda.get_device_name()}, {size(free)} of {size(capacity)} free", capacity, free
+    if kind == "cuda" and (gpu := hardware.look().gpu) is not None:
+        return f"{gpu.name}, {size(gpu.free)} of {size(gpu.capacity)} free", gpu.capacity, gpu.free
     return (kind, *main_memory())
 
 
 def _device_finding(settings: Settings, kind: str, name: str) -> Finding:
-    import torch
+    from engine.model import hardware
 
+    found = hardware.look()
     if settings.device != "auto":
         return ok("device", f"{name}, as set with device = {settings.device}")
     if kind == "cuda":
         return ok("device", f"{name}; auto takes a CUDA GPU where there is one")
-    build = f"torch {torch.__version__}"
+    build = f"torch {found.torch}"
     if NVIDIA.exists():
         fix = "install torch with CUDA, as `pip install torch` does, or update the GPU's driver"
         return Finding("warn", "device", f"{name}, though there is an NVIDIA GPU: {build} cannot use it", fix)
-    if torch.backends.mps.is_available():
+    if found.apple:
         return ok("device", f"{name}; --device mps would take Apple's GPU, which is untested")
     return ok("device", f"{name}; auto takes a CUDA GPU where there is one, and {build} sees none")
 

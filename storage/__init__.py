@@ -18,13 +18,14 @@ from storage.errors import (
     UnknownMessage,
     UnknownSession,
 )
-from storage.inspection import DatabaseReport, inspect_database
+from storage.inspection import SQLITE, DatabaseReport, inspect_database
 from storage.records import KEEP, MessageRecord, ModelRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
 from storage.saved import read_saved_settings
 from storage.store import Store
 
 __all__ = [
     "KEEP",
+    "SQLITE",
     "DataDirectoryError",
     "DatabaseBusy",
     "DatabaseDamaged",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from storage.backup import backups
 from storage.database import FILE_NAME, connect
 from storage.errors import DatabaseTooNew, typed_errors
 from storage.migrate import SCRIPTS, check
+
+SQLITE = sqlite3.sqlite_version
 
 
 @dataclass(frozen=True)
