@@ -167,6 +167,9 @@ def _weights(weight: int, located: Located, device: Device, *, running: bool, di
 
 def chatting(folder: Path, settings: Settings) -> Iterator[Finding]:
     """Whether the tokenizer keeps text as it is, and the chat template lets earlier messages be reused."""
+    if not (folder / folders.TOKENIZER).is_file() and _older_tokenizer(folder):
+        yield ok("tokenizer", f"in an older form; {AT_FIRST_START}")
+        return
     try:
         template = ChatTemplate.load(folder, settings.thinking)
     except UnusableModel as error:
@@ -190,6 +193,10 @@ def chatting(folder: Path, settings: Settings) -> Iterator[Finding]:
     else:
         fix = "the replies are right, but every turn reads more; another model may reuse more"
         yield Finding("warn", "chat template", f"writes earlier messages anew as the chat grows{thinking}", fix)
+
+
+def _older_tokenizer(folder: Path) -> bool:
+    return any(all((folder / name).is_file() for name in names) for names in folders.OLDER_TOKENIZERS)
 
 
 def _ends(folder: Path) -> bool:

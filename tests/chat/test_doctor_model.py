@@ -223,6 +223,14 @@ def test_a_broken_tokenizer_or_template_is_a_problem(model: Path) -> None:
     assert "tokenizer" in broken.detail
 
 
+def test_a_tokenizer_in_an_older_form_is_left_to_the_first_start(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert chats(model)["chat template"].level == "problem"
+    (model / "vocab.json").write_text("{}")
+    (model / "merges.txt").touch()
+    assert {what: finding.level for what, finding in chats(model).items()} == {"tokenizer": "ok"}
+
+
 def test_a_model_that_names_no_end_is_a_warning(model: Path) -> None:
     for name in ("generation_config.json", "config.json"):
         config = json.loads((model / name).read_text())
