@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from chat.bodies import MAX_BODY
 from chat.page import ChatPage
 from chat.page_gate import EVENTS, MISFIT, RUN
 from chat.service import ChatService
+from storage.store import Store
 from tests.chat.whole import whole
 
 
@@ -139,6 +141,25 @@ async def test_bad_messages_are_told_in_the_page_and_stored_nowhere(
     prompt = json.dumps(sending(page, {"kw-prompt": "half \ud83d"}))
     assert "half a character" in (await http.post(RUN, content=prompt)).text
     assert await service.sessions(service.user.id) == []
+
+
+async def test_a_full_disk_is_told_in_the_page(
+    http: httpx.AsyncClient, page: gr.Blocks, service: ChatService, store: Store
+) -> None:
+    def limit(pages: int) -> None:
+        with store._database.raw() as connection:
+            (there,) = connection.execute("PRAGMA page_count").fetchone()
+            connection.execute(f"PRAGMA max_page_count={there + pages}").fetchone()
+
+    message = json.dumps(sending(page, {"kw-prompt": "word " * 100_000}))
+    limit(0)
+    answer = await http.post(RUN, content=message)
+    assert answer.status_code == 200
+    assert re.search(r"Keepwarm&#x27;s database failed: the disk that holds .* is full", answer.text)
+    assert '"sent":true' not in answer.text
+    assert await service.sessions(service.user.id) == []
+    limit(1_000_000)
+    assert '"sent":true' in (await http.post(RUN, content=json.dumps(sending(page)))).text
 
 
 async def test_the_page_cannot_be_asked_with_odd_queries(http: httpx.AsyncClient) -> None:
