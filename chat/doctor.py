@@ -48,15 +48,6 @@ def guarded(what: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return [Finding("warn", what, detail, "report it, with this line")]
 
 
-def size(number: float) -> str:
-    """A number of bytes for people: 180 MiB, 1.4 GiB."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            value = number / factor
-            return f"{value:,.1f} {unit}" if value < 10 and value != int(value) else f"{value:,.0f} {unit}"
-    return f"{number:,.0f} bytes"
-
-
 def count(number: int, noun: str) -> str:
     """A number of things for people: 1 chat, no chats, 1,200 chats."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"no {noun}s"

@@ -15,10 +15,11 @@ import httpx
 import psutil
 from pydantic import ByteSize
 
-from chat.doctor import Finding, count, ok, size
+from chat.doctor import Finding, count, ok
 from chat.instance import Running
 from chat.serving import ListenError, listen
 from chat.settings import Settings
+from engine.words import size
 from storage import DatabaseDamaged, StorageError, inspect_database
 
 LITTLE_DISK = 2**30  # bytes

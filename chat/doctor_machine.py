@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from chat.doctor import Finding, count, ok, size
+from chat.doctor import Finding, count, ok
 from chat.machine import core_quota, memory_limit, usable_cores
 from chat.settings import VERSION, Settings
+from engine.words import size
 from storage import SQLITE
 
 PACKAGES = ("torch", "transformers", "gguf", "safetensors", "gradio", "fastapi", "uvicorn", "sqlalchemy", "alembic")

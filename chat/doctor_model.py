@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chat.doctor import Finding, ok, size
+from chat.doctor import Finding, ok
 from chat.doctor_machine import Device
 from chat.errors import UnusableModel
 from chat.settings import Settings
@@ -25,6 +25,7 @@ from engine.model.digests import remembered
 from engine.model.loading import DTYPES, choose
 from engine.model.sizing import Sizing
 from engine.shares import usual_bytes
+from engine.words import size
 
 ANOTHER = "name another with --model"
 AT_FIRST_START = "converted at the first start, after which its tokenizer and template can be checked"

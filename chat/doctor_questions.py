@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from chat.doctor import Finding, ok, size
+from chat.doctor import Finding, ok
 from chat.doctor_measures import (
     Waits,
     by_concurrency,
@@ -22,6 +22,7 @@ from chat.doctor_measures import (
 )
 from chat.figures import RecentReply, ServerFigures
 from engine.protocol import Snapshot
+from engine.words import size
 
 ENOUGH_REPLIES = 3  # below that a median says nothing
 FIRST_TOKEN_HIGH_S = 1.0  # people notice that they wait

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chat.doctor import DoctorError, Finding, count, ok, size
+from chat.doctor import DoctorError, Finding, count, ok
 from chat.doctor_machine import Device
 from chat.doctor_text import table
 from engine.config import EngineConfig
@@ -16,6 +16,7 @@ from engine.model.loading import DTYPES
 from engine.model.sizing import Sizing
 from engine.residents import WEIGHTS_MARGIN
 from engine.shares import usual_bytes
+from engine.words import size
 
 MIB = 2**20
 

@@ -18,8 +18,9 @@ from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.model import loading, memory, sources
 from engine.model.choices import recorded_dtype
-from engine.served import Measures, ServedModel, contents, in_mib
+from engine.served import Measures, ServedModel, contents
 from engine.shares import split, usual_bytes
+from engine.words import size
 
 MIN_BLOCKS = 2
 WEIGHTS_MARGIN = 256 * 2**20  # beside the weights themselves: activations, and what other programs need meanwhile
@@ -138,8 +139,8 @@ class Residents:
             release_memory(device)
         if (free := memory.available(device)) < needed:
             raise ModelLoadError(
-                f"{prepared.name} needs {in_mib(needed)} of memory for its weights in {_name(dtype)}, and "
-                f"{in_mib(free)} are free on {device}: close other programs, or choose a smaller model"
+                f"{prepared.name} needs {size(needed)} of memory for its weights in {_name(dtype)}, and "
+                f"{size(free)} are free on {device}: close other programs, or choose a smaller model"
             )
 
     def _admit(self, loaded: loading.LoadedModel, measures: Measures) -> ServedModel:
@@ -151,14 +152,14 @@ class Residents:
         least = MIN_BLOCKS * measures.block_bytes
         if self.budget < least:
             raise ModelLoadError(
-                f"device_kv of {in_mib(self.budget)} is too small for {loaded.prepared.name}, which needs at least "
-                f"{in_mib(least)}: choose a larger device_kv"
+                f"device_kv of {size(self.budget)} is too small for {loaded.prepared.name}, which needs at least "
+                f"{size(least)}: choose a larger device_kv"
             )
         share = self._shrink_others(None)
         if share < least:
             raise ModelLoadError(
                 f"the replies being written leave {loaded.prepared.name} no room in the cache of "
-                f"{in_mib(self.budget)}: wait for them, or choose a larger device_kv"
+                f"{size(self.budget)}: wait for them, or choose a larger device_kv"
             )
         served = ServedModel(loaded, measures, share // measures.block_bytes, self._config, self._clock)
         self._first = self._first or served.fingerprint

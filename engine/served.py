@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine import words
 from engine.cache.manager import BlockManager
 from engine.cache.pool import KVPool
 from engine.config import EngineConfig
@@ -191,14 +192,6 @@ def contents(prepared: PreparedModel) -> tuple[str, bytes]:
     return prepared.digest, (prepared.path / "config.json").read_bytes()
 
 
-def in_mib(size: int) -> str:
-    """A size for people."""
-    for unit, least in (("GiB", 10 * 2**30), ("MiB", 10 * 2**20), ("KiB", 0)):
-        if size >= least:
-            return f"{size / 2 ** {'GiB': 30, 'MiB': 20, 'KiB': 10}[unit]:,.0f} {unit}"
-    raise ValueError(f"{size} is no size")
-
-
 def _sentence(error: Exception) -> str:
     """Why a step failed, for people."""
     if isinstance(error, MEMORY_ERRORS) or "not enough memory" in str(error) or "can't allocate memory" in str(error):
@@ -224,5 +217,5 @@ def _make_pool(loaded: LoadedModel, shape: selfcheck.KVShape, blocks: int, block
     except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
         size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
         raise ModelLoadError(
-            f"{loaded.device} has no {in_mib(size)} for the KV pool: choose a smaller device_kv"
+            f"{loaded.device} has no {words.size(size)} for the KV pool: choose a smaller device_kv"
         ) from error

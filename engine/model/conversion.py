@@ -21,7 +21,8 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from engine.errors import ModelLoadError
-from engine.model.files import Progress, gib
+from engine.model.files import Progress
+from engine.words import size
 
 ROOT = Path(__file__).resolve().parents[2]
 MARGIN = 64 * 2**20  # bytes on the disk for what is not weights
@@ -63,7 +64,7 @@ def _make(job: Conversion, progress: Progress) -> None:
     needed, free = job.size + MARGIN, shutil.disk_usage(folder).free
     if free < needed:
         raise ModelLoadError(
-            f"no room to convert {job.subject}: it takes {gib(needed)} in {folder}, where {gib(free)} are free"
+            f"no room to convert {job.subject}: it takes {size(needed)} in {folder}, where {size(free)} are free"
         )
     partial = job.target.with_name(f"{job.target.name}.partial")
     try:
@@ -137,6 +138,6 @@ def _broken_off(job: Conversion, code: int, complaints: IO[bytes]) -> ModelLoadE
 
 def _no_memory(job: Conversion) -> ModelLoadError:
     return ModelLoadError(
-        f"memory ran out while {job.subject} was converted: it takes about {gib(job.size)}; close other programs, or "
+        f"memory ran out while {job.subject} was converted: it takes about {size(job.size)}; close other programs, or "
         "choose a smaller model"
     )

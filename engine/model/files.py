@@ -66,8 +66,3 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """All that an error says, in one line of at most `limit` characters."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= limit else f"{words[:limit]}…"
-
-
-def gib(size: int) -> str:
-    """A size in bytes for people: 1.5 GiB, or 12 MiB."""
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{-(-size // 2**20)} MiB"

@@ -22,8 +22,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import tqdm as hub_bar  # type: ignore[attr-defined]
 
+from engine import words
 from engine.errors import ModelLoadError
-from engine.model.files import Progress, gib, one_line
+from engine.model.files import Progress, one_line
 
 constants.HF_HUB_DISABLE_TELEMETRY = True  # it would tell the hub what runs on this machine
 
@@ -72,7 +73,9 @@ def _size(name: str, choice: dict[str, Any]) -> int:
     folder = Path(constants.HF_HUB_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < size:
-        raise ModelLoadError(f"no room to fetch {name!r}: it takes {gib(size)} in {folder}, where {gib(free)} are free")
+        raise ModelLoadError(
+            f"no room to fetch {name!r}: it takes {words.size(size)} in {folder}, where {words.size(free)} are free"
+        )
     return size
 
 

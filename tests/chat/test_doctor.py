@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from chat import doctor_text
-from chat.doctor import Finding, count, exit_code, guarded, ok, size
+from chat.doctor import Finding, count, exit_code, guarded, ok
+from engine.words import size
 
 FINE = ok("port", "7860 is free")
 WARN = Finding("warn", "data directory", "/data; its mode 755 lets others in", "chmod 700 /data")

@@ -154,7 +154,7 @@ def test_what_is_not_here_is_said_when_nothing_may_be_fetched(tmp_path: Path, mo
 def test_a_disk_without_room_is_said_with_numbers(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = type("Usage", (), {"free": 2**20})
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
-    words = rf"no room to fetch 'owner/tiny': it takes \d+ MiB in {tmp_path / 'hub'}, where 1 MiB are free"
+    words = rf"no room to fetch 'owner/tiny': it takes [\d.]+ MiB in {tmp_path / 'hub'}, where 1 MiB are free"
     assert re.fullmatch(words, refusal("owner/tiny", tmp_path))
     assert list((tmp_path / "hub").rglob("*.safetensors")) == []
 

@@ -48,7 +48,7 @@ def test_a_pickle_is_never_read(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"device_kv": 1000}, "device_kv of 0 MiB is too small for model, which needs at least"),
+        ({"device_kv": 1000}, "device_kv of 1,000 bytes is too small for model, which needs at least 16 KiB"),
         ({"device_kv": 2**60}, "choose a smaller device_kv"),
     ],
 )
