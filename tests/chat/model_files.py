@@ -68,11 +68,11 @@ def save(folder: Path, tokenizer: Tokenizer, template: str | None, **names: str)
 
 
 def with_tokens(
-    tokenizer_file: Path, special: Sequence[str] = (), plain: Sequence[str] = (), normalized: Sequence[str] = ()
+    tokenizer_file: Path | None, special: Sequence[str] = (), plain: Sequence[str] = (), normalized: Sequence[str] = ()
 ) -> Tokenizer:
-    """The tokenizer in the file with more tokens: special ones, others, and others that are looked for in what the
-    normaliser made."""
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    """The tokenizer in the file (or one of bytes) with more tokens: special ones, others, and others that are looked
+    for in what the normaliser made."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file else without_added(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
     tokenizer.add_tokens([AddedToken(text, normalized=True) for text in normalized])
@@ -143,11 +143,11 @@ def word_pieces() -> Tokenizer:
     return tokenizer
 
 
-def without_added() -> Tokenizer:
+def without_added(*, add_prefix_space: bool = True) -> Tokenizer:
     """Bytes and a few merges, and no token beside words."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {word: index for index, word in enumerate([*letters, "he", "hel", "Ġa"])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("h", "e"), ("he", "l"), ("Ġ", "a")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    vocabulary = {word: index for index, word in enumerate([*letters, "he", "hel", "Ġa", ">("])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("h", "e"), ("he", "l"), ("Ġ", "a"), (">", "(")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -26,8 +26,11 @@ def prompt(template: ChatTemplate, *entries: Entry) -> str:
     return template.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def without_beginning(text: str) -> str:
-    return text.removeprefix("<|im_start|>")  # the embedded tokenizer's `bos_token`
+@pytest.fixture
+def with_template(tmp_path: Path) -> Callable[[str], ChatTemplate]:
+    """A small tokenizer under a chat template."""
+    tokenizer = files.with_tokens(None, ["<|im_start|>", "<|im_end|>"])
+    return lambda source: ChatTemplate.load(files.save(tmp_path, tokenizer, source))
 
 
 # --- where templates are kept -----------------------------------------------------------------------------------------
@@ -79,16 +82,14 @@ def test_a_refused_system_prompt_begins_the_next_user_message(with_template):
         Entry("assistant", "Two."),
         Entry("user", "x"),
     ]
-    assert without_beginning(prompt(template, *entries)) == (
+    assert prompt(template, *entries) == (
         "<start_of_turn>user\nbe brief\n\n<end_of_turn><end_of_turn>\n<start_of_turn>model\nTwo.<end_of_turn>\n"
         "<start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
     )
     late = [Entry("user", "one"), Entry("assistant", "Two."), Entry("system", "be brief"), Entry("user", "x")]
     assert "user\nbe brief\n\nx<end_of_turn>" in prompt(template, *late)
     alone = [Entry("system", "be brief"), Entry("assistant", "Two."), Entry("system", " "), Entry("user", "x")]
-    assert without_beginning(prompt(template, *alone)).startswith(
-        "<start_of_turn>user\nbe brief<end_of_turn>\n<start_of_turn>model\nTwo."
-    )
+    assert prompt(template, *alone).startswith("<start_of_turn>user\nbe brief<end_of_turn>\n<start_of_turn>model\nTwo.")
     assert "user\nx<end_of_turn>" in prompt(template, *alone)
 
 
@@ -201,7 +202,7 @@ def test_a_template_may_be_slow_with_some_messages_alone(with_template, monkeypa
     assert sys.gettrace() is None
 
 
-def test_the_usual_limit_leaves_room_for_long_chats(with_template: Callable[[str], ChatTemplate], tmp_path: Path):
+def test_the_usual_limit_leaves_room_for_long_chats(with_template):
     template = with_template(files.STRIPPING)
     entries = [Entry(("user", "assistant")[number % 2], "x") for number in range(4001)]
     assert len(template.fill(entries)) == 4001

@@ -308,7 +308,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "let a template write today's date anew", RENDERING, "now() if at is None else", "now() if True else", DATES
     ),
-    Mutant("let a template run on", RENDERING, "        if left < 0:\n", "        if False:\n", DATES),
+    Mutant("drop a refused system prompt", RENDERING, "waiting += [message", "waiting[:] = [] and [message", DATES),
     Mutant("believe a rewriting tokenizer", ENCODING, "if made and made != ", "if False and made != ", TOKENS),
     Mutant("promise tokens that a normaliser takes", BYTES, " and all(shrinks) and ", " and ", TOKENS),
     Mutant("give up a run for one bad byte", ENCODING, "if self._bytes and BROKEN in text:", "if False:", TOKENS),
