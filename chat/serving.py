@@ -19,10 +19,16 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from chat.settings import Settings
+
+MOST_CONNECTIONS, BACKLOG = 2048, 2048
+OTHER_FILES = 256  # the database's, the engine's pipes, what the page is made of
+HEAD_SECONDS = 30.0  # that a client may take to say what it wants
 
 T = TypeVar("T")
 
@@ -38,7 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         fix = f"choose another with --port {port + 1 if port < 65535 else 7860}, or --port 0 for a free one"
         if error.errno == errno.EADDRINUSE:
@@ -58,6 +64,43 @@ def page_url(settings: Settings) -> str:
     return f"http://{host}:{settings.port}"
 
 
+class Connection(H11Protocol):
+    """A client's connection; ended when there are too many of them, or when a request does not begin in time.
+
+    asyncio would otherwise run out of files and do nothing but complain, and a client may begin and never go on.
+    """
+
+    _impatience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for a request, or refuse."""
+        super().connection_made(transport)
+        if len(self.connections) > (self.limit_concurrency or MOST_CONNECTIONS):
+            transport.write(b"HTTP/1.1 503 Too Many Connections\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+            transport.close()
+        else:
+            self._be_patient()
+
+    def data_received(self, data: bytes) -> None:
+        """Go on waiting where the head of a request is not complete."""
+        super().data_received(data)
+        self._be_patient()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing is waited for any more."""
+        if self._impatience is not None:
+            self._impatience.cancel()
+        super().connection_lost(exc)
+
+    def _be_patient(self) -> None:
+        waits = self.conn.their_state is h11.IDLE
+        if waits and self._impatience is None:
+            self._impatience = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        elif not waits and self._impatience is not None:
+            self._impatience.cancel()
+            self._impatience = None
+
+
 class Server(uvicorn.Server):
     """uvicorn with our logging, ended by its owner instead of by its own signal handlers.
 
@@ -65,13 +108,48 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, web: FastAPI) -> None:
-        debug = logging.getLogger().isEnabledFor(logging.DEBUG)
-        super().__init__(uvicorn.Config(web, log_config=None, access_log=debug, timeout_graceful_shutdown=1, ws="none"))
+        connections, backlog = room_for_connections()
+        super().__init__(
+            uvicorn.Config(
+                web,
+                http=Connection,
+                ws="none",
+                log_config=None,
+                access_log=logging.getLogger().isEnabledFor(logging.DEBUG),
+                limit_concurrency=connections,
+                backlog=backlog,  # asyncio takes as many at once, whatever there is room for
+                timeout_graceful_shutdown=1,
+            )
+        )
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Leave the signals to `catch_signals`, which also ends what uvicorn does not know."""
         yield
+
+
+def room_for_connections() -> tuple[int, int]:
+    """How many connections may be open at once, and how many more may come in at a time.
+
+    First lets this process have as many files as that takes, if it may.
+    """
+    files = MOST_CONNECTIONS + BACKLOG + OTHER_FILES
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = (
+            files if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+        )
+        if soft < files:
+            with suppress(ValueError, OSError):
+                resource.setrlimit(
+                    resource.RLIMIT_NOFILE, (min(files, hard), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+                )
+                soft = min(files, hard)
+        files = min(files, soft)
+    spare = max(2, files - OTHER_FILES)
+    connections = min(MOST_CONNECTIONS, spare // 2)
+    return connections, min(BACKLOG, spare - connections)
 
 
 def catch_signals() -> asyncio.Event:

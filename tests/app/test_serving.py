@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
-from chat.serving import ListenError, in_thread, listen, open_page, page_url
+from chat import serving
+from chat.serving import ListenError, Server, in_thread, listen, open_page, page_url
 from chat.settings import load_settings
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_port_0_takes_a_free_one() -> None:
@@ -65,6 +72,63 @@ async def test_a_thread_does_not_keep_who_no_longer_waits() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     go_on.set()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[int]:
+    """The port of a server that answers nothing."""
+    with listen("127.0.0.1", 0) as listener:
+        server = Server(FastAPI())
+        task = asyncio.create_task(server.serve([listener]))
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await task
+
+
+async def status(port: int, request: bytes = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") -> bytes:
+    """The first line of the answer; empty when there is none."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    line = await reader.readline()
+    writer.close()
+    return line
+
+
+async def test_connections_beyond_what_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "room_for_connections", lambda: (20, 20))
+    async with served() as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        assert (await status(port)).startswith(b"HTTP/1.1 503 ")
+        for _, writer in held:
+            writer.close()
+        async with asyncio.timeout(20):
+            while not (await status(port)).startswith(b"HTTP/1.1 404 "):
+                pass
+
+
+async def test_a_client_that_never_says_what_it_wants_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "HEAD_SECONDS", 0.05)
+    async with served() as port:
+        for half in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET /"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(half)
+            await reader.read()  # ends
+            writer.close()
+        assert (await status(port)).startswith(b"HTTP/1.1 404 ")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there is no such limit there")
+def test_as_many_files_as_connections_need_are_allowed() -> None:
+    code = (
+        "import resource; from chat.serving import room_for_connections as room; files = resource.RLIMIT_NOFILE\n"
+        "hard = resource.getrlimit(files)[1]; resource.setrlimit(files, (300, hard)); print(*room())\n"
+        "print(resource.getrlimit(files)[0]); resource.setrlimit(files, (300, 300)); print(*room())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    raised, files, held = done.stdout.splitlines()
+    assert sum(map(int, raised.split())) <= int(files) - 256
+    assert int(files) > 300
+    assert held == "22 22"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only there a screen may be missing")
