@@ -10,7 +10,7 @@ for anything but its own text.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
@@ -36,10 +36,10 @@ class TextEncoder:
     """The tokenizer of one model. Immutable; safe to use from threads.
 
     `added` are the texts of the tokens that are no part of words, by id; `control` those of them that are special, or
-    one of `marks`, or spelt by the template's `source`; `swallows` names those that take the white space after them.
+    spelt in what the template writes, `source`; `swallows` names those that take the white space after them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, source: str = "", marks: Collection[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, source: str = "") -> None:
         self.tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self.added = {index: token.content for index, token in added.items()}
@@ -47,7 +47,7 @@ class TextEncoder:
         self.control = {
             index: token.content
             for index, token in added.items()
-            if token.special or token.content in marks or (token.content in source and not _is_plain(token.content))
+            if token.special or (token.content in source and not _is_plain(token.content))
         }
         self._hidden = {index for index, token in added.items() if token.special}
         longest_first = sorted(self.control.values(), key=len, reverse=True)

@@ -34,12 +34,14 @@ def probe(renderer: Renderer) -> Traits:
     """Render a few small chats. Raises TemplateError when the template refuses even those."""
     before, generation, history = _opening(renderer)
     messages = [_user("one"), _reply(REPLIES[0]), _user("two")]
-    after = renderer.render(messages, generation=True, at=PROBED_AT).rpartition(REPLIES[0])[2]
+    _, written, after = renderer.render(messages, generation=True, at=PROBED_AT).rpartition(REPLIES[0])
     try:
         with_system = _opening(renderer, {"role": "system", "content": "be brief"})[2]
     except TemplateError:  # no such chat will come so far
         with_system = ""
-    return Traits(history is not None, with_system is not None, before, generation, history or "", after)
+    return Traits(
+        history is not None, with_system is not None, before, generation, history or "", after if written else ""
+    )
 
 
 def _opening(renderer: Renderer, *first: Message) -> tuple[str, str, str | None]:

@@ -71,10 +71,9 @@ class ChatTemplate:
         self._marks = find_marks(added, source)
         self._stripped = self._marks if thinking == "strip" else None
         self.notes = ModelNotes("" if files.source else PLAIN_NOTICE, thinking if self._marks else None)
-        spelt = "".join([self._marks.opening, self._marks.closing, self._marks.direct]) if self._marks else ""
-        marks = {token for token in added if token in spelt}
-        self.tokenizer = showing(files.tokenizer, marks)
-        self._encoder = TextEncoder(self.tokenizer, source, marks)
+        marks = f"{self._marks.opening} {self._marks.closing} {self._marks.direct}" if self._marks else ""
+        self.tokenizer = showing(files.tokenizer, [token for token in added if token in marks])
+        self._encoder = TextEncoder(self.tokenizer, f"{source} {marks}")
         renderer = Renderer(source, names)
         self._render, self._merges_system = renderer.render, renderer.merges_system
         self._traits = probe(renderer)
