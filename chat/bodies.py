@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from chat.errors import ChatError, InvalidRequest, check_text
@@ -17,6 +18,7 @@ from chat.errors import ChatError, InvalidRequest, check_text
 MAX_BODY = 8 * 2**20  # bytes; the longest context is far below it, and while a body is parsed everybody waits
 MAX_FIELDS = 256  # of the object
 UPLOAD_SECONDS = 60.0  # that a client may take to send its body
+M = TypeVar("M", bound=BaseModel)
 KINDS = ("str", "list[TextPart]", "list[str]")  # pydantic's names for the kinds that one value may be of
 
 
@@ -42,6 +44,18 @@ async def body_of(request: Request) -> bytes:
     if size > MAX_BODY:
         raise ChatError(f"The body is larger than {MAX_BODY // 2**20} MiB.", code="body_too_large")
     return bytes(body)
+
+
+async def parsed(request: Request, model: type[M]) -> M:
+    """The body as such a model, all of whose texts are whole. Raises as `body_of` and `json_object`."""
+    data = json_object(await body_of(request))
+    for name, value in data.items():
+        if isinstance(value, str):
+            check_text(value, f"text of {name}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise wrong_value(error.errors(include_url=False)) from None
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -13,16 +13,18 @@ from typing import Annotated, Any
 from uuid import uuid4
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
-from chat.errors import SessionNotFound
+from chat.bodies import parsed
+from chat.errors import SessionNotFound, StorageFailed
 from chat.page_html import live_reply
 from chat.service import ChatService
 from chat.turns import LiveTurn
 from chat.views import ModelView
 from engine.state import EngineState
+from storage.errors import StorageError
 
 PAGE_OF_CHATS, MOST_CHATS = 100, 100_000
 TICK_S = 0.07  # between two updates of a growing reply; the first text and the end go out at once
@@ -59,14 +61,17 @@ def page_router(service: ChatService) -> APIRouter:
     @router.get("/page/state")
     async def state(has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS) -> dict[str, Any]:
         """`server` (a name for this run), `engine`, `models`, `loads` (further models on their way), and `chats` unless
-        the tab `has` this version of them already."""
-        chats = await service.sessions(service.user.id, limit + 1)
+        the tab `has` this version of them already; or `problem`, why none of this can be told."""
+        try:
+            chats, models = await service.sessions(service.user.id, limit + 1), await service.models()
+        except StorageError as error:
+            return {"server": server, "problem": StorageFailed(error).message}
         shown = [
             {"id": chat.id, "title": chat.title, "updated": chat.updated_at, "running": chat.running}
             for chat in chats[:limit]
         ]
         version = hashlib.sha256(msgspec.json.encode([shown, len(chats)])).hexdigest()[:16]
-        now, models = service.status(), await service.models()
+        now = service.status()
         answer: dict[str, Any] = {
             "server": server,
             "engine": _engine(now, models),
@@ -79,19 +84,22 @@ def page_router(service: ChatService) -> APIRouter:
         return answer
 
     @router.post("/page/models")
-    async def load(wanted: WantedModel) -> dict[str, Any]:
+    async def load(request: Request) -> dict[str, Any]:
         """Load a model and remember it; answers when it is ready to chat."""
+        wanted = await parsed(request, WantedModel)
         return _model(await service.add_model(wanted.source, wanted.adapter))
 
     @router.post("/page/models/forget")
-    async def forget(known: KnownModel) -> dict[str, Any]:
+    async def forget(request: Request) -> dict[str, Any]:
         """Take a model from the list."""
+        known = await parsed(request, KnownModel)
         await service.forget_model(known.model)
         return {}
 
     @router.post("/page/model")
-    async def choose(choice: ModelChoice) -> dict[str, Any]:
+    async def choose(request: Request) -> dict[str, Any]:
         """Hold a chat with this model from its next turn on."""
+        choice = await parsed(request, ModelChoice)
         await service.choose_model(service.user.id, choice.chat, choice.model)
         return {}
 

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from chat.bodies import wrong_value
-from chat.errors import ChatError, StorageFailed
+from chat.errors import ChatError, InvalidRequest, StorageFailed
 from storage.errors import StorageError
 
 log = logging.getLogger(__name__)
@@ -100,8 +100,10 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case HTTPException(status_code=405):
             complaint = ChatError(f"{request.scope['path']} takes no {request.method}.", code="method_not_allowed")
             return refusal(complaint, **(error.headers or {}))
-        case HTTPException():
+        case HTTPException(status_code=401 | 403 | 404):
             return refusal(no_such_url(request.method, request.scope["path"]))
+        case HTTPException():
+            return refusal(InvalidRequest(str(error.detail)))
     return refusal(internal_error())
 
 

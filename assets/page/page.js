@@ -16,7 +16,7 @@ window.keepwarm = (() => {
   let header = null; // the current chat's title, prompt and whether that is fixed
   let running = false, stopping = false, sendingSince = 0, leavingPrompt = null;
   let engine = { phase: "loading", stage: "", done: 0, total: 0, message: "" };
-  let server = null, offline = false, chats = [], more = false, version = "", limit = 100, pollTimer = 0, polling = false;
+  let server = null, offline = false, trouble = "", chats = [], more = false, version = "", limit = 100, pollTimer = 0, polling = false;
   let stick = true;
   let live = null, stream = null; // the slot of the reply in the making, and the events that feed it
 
@@ -398,7 +398,9 @@ window.keepwarm = (() => {
     try {
       const answer = await fetch(`/page/state?has=${version}&limit=${limit}`, { signal: AbortSignal.timeout(8000), cache: "no-store" });
       if (!answer.ok) throw new Error(answer.statusText);
-      take(await answer.json());
+      const state = await answer.json();
+      trouble = state.problem || ""; // then the state says nothing else
+      if (!trouble) take(state);
       offline = false;
     } catch {
       offline = server !== null;
@@ -407,7 +409,7 @@ window.keepwarm = (() => {
     polling = false;
     showStatus();
     refreshSend();
-    const busy = offline || engine.phase !== "ready" || keepwarmModels.busy();
+    const busy = offline || trouble || engine.phase !== "ready" || keepwarmModels.busy();
     pollTimer = setTimeout(poll, document.hidden ? 4 * POLL_MS : busy ? BUSY_POLL_MS : POLL_MS);
   }
 
@@ -478,12 +480,12 @@ window.keepwarm = (() => {
   function showStatus() {
     const line = $("#kw-status");
     if (!line) return;
-    const problem = offline || engine.phase === "failed" || engine.phase === "stopped";
-    line.classList.toggle("kw-problem", problem);
+    const problem = offline || trouble || engine.phase === "failed" || engine.phase === "stopped";
+    line.classList.toggle("kw-problem", Boolean(problem));
     const loading = keepwarmModels.progress();
-    line.hidden = !offline && engine.phase === "ready" && !loading.length;
+    line.hidden = !offline && !trouble && engine.phase === "ready" && !loading.length;
     if (line.hidden) return line.replaceChildren();
-    if (!offline && engine.phase === "ready") return line.replaceChildren(...loading[0].childNodes);
+    if (!offline && !trouble && engine.phase === "ready") return line.replaceChildren(...loading[0].childNodes);
     const parts = [element("span", {}, statusText())];
     if (!problem) {
       const bar = element("progress", { "aria-label": "Loading" });
@@ -498,6 +500,7 @@ window.keepwarm = (() => {
 
   function statusText() {
     if (offline) return "Keepwarm does not answer. Is it still running? What you write here is kept.";
+    if (trouble) return trouble;
     const share = engine.total ? ` (${Math.round((100 * engine.done) / engine.total)}%)` : "";
     const stage = engine.stage ? `: ${engine.stage}${share}` : "";
     if (engine.phase === "failed") return `There is no model to answer. ${engine.message}`;

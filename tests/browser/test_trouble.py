@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -126,3 +127,14 @@ def test_a_message_that_cannot_be_sent_stays_in_its_box_under_the_reason(tab: Ch
     expect(tab.users).to_have_text(typed, use_inner_text=True)
     expect(tab.notices).to_have_count(0)
     tab.wait_reply()
+
+
+def test_a_database_that_fails_is_told_where_the_chats_are_and_its_return_is_seen(tab: ChatDriver) -> None:
+    server = tab.evaluate("fetch('/page/state').then(answer => answer.json()).then(state => state.server)")
+    words = "Keepwarm's database failed: the disk is gone."
+    told = json.dumps({"server": server, "problem": words})
+    tab.page.route("**/page/state*", lambda route: route.fulfill(body=told, content_type="application/json"))
+    expect(tab.status).to_have_text(words)
+    expect(tab.box).to_be_editable()
+    tab.page.unroute("**/page/state*")
+    expect(tab.status).to_be_hidden()

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -160,6 +161,39 @@ async def test_a_full_disk_is_told_in_the_page(
     assert await service.sessions(service.user.id) == []
     limit(1_000_000)
     assert '"sent":true' in (await http.post(RUN, content=json.dumps(sending(page)))).text
+
+
+async def test_a_damaged_database_is_told_where_the_chats_are_listed(http: httpx.AsyncClient, store: Store) -> None:
+    before = (await http.get("/page/state")).json()
+    assert before["chats"] == []
+    with store._database.raw() as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    os.truncate(store._database.path, 0)
+    store._database.reader.dispose()
+    answer = await http.get("/page/state")
+    assert answer.status_code == 200
+    state = answer.json()
+    assert (set(state), state["server"]) == ({"server", "problem"}, before["server"])
+    assert state["problem"].startswith("Keepwarm's database failed: ")
+    assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_what_is_no_choice_of_a_model_is_refused(http: httpx.AsyncClient) -> None:
+    for path, body, said in (
+        ("/page/models", b"", "The body is empty"),
+        ("/page/models", b"{", "The body is not JSON"),
+        ("/page/models", b"{}", "source is missing"),
+        ("/page/models", b'{"source": 5}', "source must be a valid string (got 5)"),
+        ("/page/models", b'{"source": "a\\ud83d"}', "The text of source holds half a character"),
+        ("/page/models/forget", b'{"model": null}', "model must be a valid string (got null)"),
+        ("/page/models/forget", b'{"model": "unknown"}', ""),
+        ("/page/model", b'{"model": "unknown"}', "chat is missing"),
+        ("/page/model", b'{"model": "unknown", "chat": "unknown"}', ""),
+    ):
+        answer = await http.post(path, content=body)
+        assert 400 <= answer.status_code < 500, body
+        assert answer.json()["error"]["message"].startswith(said)
+    assert (await http.post("/page/models", content=b"x" * (MAX_BODY + 1))).status_code == 413
 
 
 async def test_the_page_cannot_be_asked_with_odd_queries(http: httpx.AsyncClient) -> None:
