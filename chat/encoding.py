@@ -56,6 +56,8 @@ class TextEncoder:
         self._bytes = byte_tokens(tokenizer)
         self._least = LeastTokens(tokenizer)
         self._lead = self._choose_lead()
+        spellings = [self.encode_text(text) for text in (BROKEN, f" {BROKEN}")]
+        self._broken = [ids for ids in spellings if self.decode(ids).strip() == BROKEN]
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of text in the middle of a chat; the texts of control tokens in it stay plain text."""
@@ -87,6 +89,10 @@ class TextEncoder:
             shown = [token for token in token_ids if token not in self._hidden]
             return mended(self.tokenizer, self._bytes, shown)
         return text
+
+    def ends_in_mark(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens end in U+FFFD as somebody writes it, and not in bytes that make no character."""
+        return any(list(token_ids[-len(ids) :]) == ids for ids in self._broken)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself, control tokens included."""

@@ -29,8 +29,11 @@ class Detokenizer:
     window stays short then too.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], ends_in_mark: Callable[[Sequence[int]], bool] = lambda _: False
+    ) -> None:
         self._decode = decode
+        self._ends_in_mark = ends_in_mark
         self._start = self._shown = 0
         self._window = ""  # the text of ids[_start:_shown]
         self._held = ""
@@ -42,7 +45,7 @@ class Detokenizer:
         """The text that this id completes, "" while a character is incomplete."""
         self.ids.append(token_id)
         text = self._decode(self.ids[self._start :])
-        if text.endswith(_BROKEN):
+        if text.endswith(_BROKEN) and not self._ends_in_mark(self.ids):
             self.ends.append(None)
             self._shorten(text)
             return ""
@@ -107,6 +110,9 @@ class Codec(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of these ids, without control tokens; U+FFFD where bytes make no character."""
 
+    def ends_in_mark(self, token_ids: Sequence[int]) -> bool:
+        """Whether these ids end in U+FFFD as somebody writes it, and not in bytes that make no character."""
+
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text in the middle of a chat."""
 
@@ -123,7 +129,7 @@ class ReplyText:
 
     def __init__(self, codec: Codec, stops: Iterable[str] = (), stop_ids: Iterable[int] = ()) -> None:
         self._codec = codec
-        self._detokenizer = Detokenizer(codec.decode)
+        self._detokenizer = Detokenizer(codec.decode, codec.ends_in_mark)
         self._stops = StopStrings((*codec.stops, *stops))
         self._splitter = codec.splitter()
         self._writer = Writer()

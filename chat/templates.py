@@ -116,8 +116,9 @@ class ChatTemplate:
                     cut, pieces = self._pieces(entries)
                     texts = dict(pieces)
                 text = self._between(texts.get(number), segments[-1] if segments else (), stable)
-                if limit is not None and len(text) > LARGE:
-                    _check_room(used + self._encoder.least_tokens(text.replace(cut, "")), limit)
+                least = used + self._encoder.least_tokens(text.replace(cut, "")) if len(text) > LARGE else 0
+                if limit is not None and least >= limit:
+                    raise PromptTooLong(least, limit, at_least=True)
                 between = self._encoder.encode(text, cut, start=number == 0)
             if run:
                 segments.extend(self._cut(run, between, cut, number == 0) if made else map(_ids, run))
@@ -181,6 +182,10 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of these tokens, without control tokens but for marks of reasoning; U+FFFD for broken bytes."""
         return self._encoder.decode(token_ids)
+
+    def ends_in_mark(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens end in U+FFFD as somebody writes it, and not in bytes that make no character."""
+        return self._encoder.ends_in_mark(token_ids)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -291,8 +296,3 @@ def _stretches(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[Entry], Entr
 
 def _ids(entry: Entry) -> tuple[int, ...]:
     return entry.token_ids or ()
-
-
-def _check_room(least: int, limit: int) -> None:
-    if least >= limit:
-        raise PromptTooLong(least, limit, at_least=True)

@@ -310,7 +310,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("drop a refused system prompt", RENDERING, "waiting += [message", "waiting[:] = [] and [message", DATES),
     Mutant("believe a rewriting tokenizer", ENCODING, "if made and made != ", "if False and made != ", TOKENS),
-    Mutant("promise tokens that a normaliser takes", BYTES, " and all(shrinks) and ", " and ", TOKENS),
+    Mutant("promise tokens that a normaliser takes", BYTES, "COMPOSED = 4 ", "COMPOSED = 1 ", TOKENS),
     Mutant("give up a run for one bad byte", ENCODING, "if self._bytes and BROKEN in text:", "if False:", TOKENS),
     Mutant("let users write control tokens", ENCODING, "found[0][:1] + cut + self", "found[0][:1] + self", LEDGER),
     Mutant(
