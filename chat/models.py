@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from dataclasses import replace
+from pathlib import Path
 
 from chat.errors import ChatError, InvalidRequest, ModelNotFound, ModelUnavailable, NotReady, UnusableModel, check_text
 from chat.model import LoadedModel
@@ -98,7 +100,7 @@ class Models:
 
         Raises InvalidRequest, InvalidText, NotReady, ModelUnavailable, UnusableModel.
         """
-        source, adapter = (check_text(text, "model").strip() for text in (source, adapter))
+        source, adapter = (_place(check_text(text, "model").strip()) for text in (source, adapter))
         if not source or "\0" in source + adapter:
             raise InvalidRequest("Name a model: a folder, a .gguf file, or a hub id such as owner/name.", "model")
         self._ready()
@@ -112,12 +114,17 @@ class Models:
             raise
 
     async def forget(self, model_id: str) -> None:
-        """Take it from the list; its chats go on with the default.
+        """Take it from the list.
 
-        Raises ModelNotFound, InvalidRequest for the default.
+        Raises ModelNotFound, and InvalidRequest for the default and for a model that chats are held with.
         """
         if model_id == self.default_id:
             raise InvalidRequest("The model that Keepwarm started with stays in the list while it runs.", "model")
+        if chats := await self._store.chats_of_model(model_id):
+            which = "1 chat is" if chats == 1 else f"{chats:,} chats are"
+            raise InvalidRequest(
+                f"{which} held with this model; choose another for them, or delete them, first.", "model"
+            )
         if not await self._store.delete_model(model_id):
             raise ModelNotFound(model_id)
         self._read.pop(model_id, None)
@@ -164,9 +171,8 @@ class Models:
         async with self._reading:
             if self._default is None or self._default[0] != capabilities.fingerprint:
                 config = self._engine.config
-                record = await self._store.save_model(
-                    name=capabilities.model_name, source=config.model, adapter=config.adapter or ""
-                )
+                source, adapter = _place(config.model), _place(config.adapter or "")
+                record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
                 self._default = (capabilities.fingerprint, record)
             return self._default[1]
 
@@ -208,6 +214,15 @@ def not_ready_sentence(phase: str, stage: str, message: str) -> str:
     if phase == "restarting":
         return f"The engine is starting again{f' ({stage})' if stage else ''}; try again when it is ready."
     return message or f"The engine is {phase}."
+
+
+def _place(source: str) -> str:
+    """One spelling for a file or folder, however it is spelt; a hub id as it is."""
+    try:
+        path = Path(source).expanduser()
+        return os.path.normpath(path.absolute()) if source and path.exists() else source
+    except (OSError, ValueError, RuntimeError):  # no path at all, or nobody's home
+        return source
 
 
 def _same(one: Capabilities, other: Capabilities) -> bool:

@@ -115,7 +115,7 @@ class ChatService:
         return await self._models.view(added.name)
 
     async def forget_model(self, model_id: str) -> None:
-        """Take a model from the list; its chats go on with the default. Raises ModelNotFound, InvalidRequest."""
+        """Take a model that no chat is held with from the list. Raises ModelNotFound, InvalidRequest."""
         await self._models.forget(model_id)
 
     async def choose_model(self, user_id: str, session_id: str, model_id: str) -> None:

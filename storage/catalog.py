@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import count
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
-from storage.models import ModelRow
+from storage.models import ModelRow, SessionRow
 from storage.records import ModelRecord, new_id
 
 _MODEL = [ModelRow.__table__.c[name] for name in ModelRecord.__dataclass_fields__]
@@ -36,6 +36,12 @@ def list_models(db: Session) -> list[ModelRecord]:
 def touch_model(db: Session, model_id: str, now: float) -> None:
     """Note that it is used `now`."""
     db.execute(update(ModelRow).where(ModelRow.id == model_id).values(used_at=now))
+
+
+def chats_of(db: Session, model_id: str) -> int:
+    """How many sessions of people, not of API clients, are held with it."""
+    statement = select(func.count()).where(SessionRow.model_id == model_id, SessionRow.origin == "chat")
+    return db.scalar(statement) or 0
 
 
 def delete_model(db: Session, model_id: str) -> bool:

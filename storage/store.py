@@ -216,6 +216,10 @@ class Store:
         now = self._clock()
         await self._write(lambda db: catalog.touch_model(db, model_id, now))
 
+    async def chats_of_model(self, model_id: str) -> int:
+        """How many chats of the page are held with a model."""
+        return await self._read(lambda db: catalog.chats_of(db, model_id))
+
     async def delete_model(self, model_id: str) -> bool:
         """Forget a model; its sessions then have none. False when there is no such model."""
         return await self._write(lambda db: catalog.delete_model(db, model_id))

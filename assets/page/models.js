@@ -38,6 +38,7 @@ window.keepwarmModels = (() => {
       await post("/page/models/forget", { model: model.id });
       models = models.filter((other) => other.id !== model.id);
       line.remove();
+      if (line.querySelector("[aria-pressed=true]")) dialog?.querySelector(".kw-model-row")?.setAttribute("aria-pressed", "true");
       changed();
     } catch (error) {
       problem = error.message;
@@ -70,7 +71,7 @@ window.keepwarmModels = (() => {
       dialog?.close();
       if (id !== chosen) choose(id);
     };
-    const source = element("input", { type: "text", id: "kw-source", autocomplete: "off", spellcheck: "false", placeholder: "Folder, .gguf file, or owner/name", "aria-describedby": "kw-load-about" });
+    const source = element("input", { type: "text", id: "kw-source", autocomplete: "off", spellcheck: "false", placeholder: "Folder, file or owner/name", "aria-describedby": "kw-load-about" });
     const adapter = element("input", { type: "text", id: "kw-adapter", autocomplete: "off", spellcheck: "false", placeholder: "None" });
     const load = element("button", { type: "submit", class: "kw-primary" }, "Load");
     const form = element("form", { class: "kw-load" },
@@ -79,13 +80,15 @@ window.keepwarmModels = (() => {
       element("div", { id: "kw-load-about", class: "kw-load-about", role: "status" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (source.value.trim() && !waiting) begin(source.value, adapter.value, pick);
+      if (waiting) return;
+      problem = source.value.trim() ? "" : "Name a model first: its folder, its .gguf file, or owner/name on the hub.";
+      problem ? drawProgress() : begin(source.value, adapter.value, pick);
     });
     const close = element("button", { type: "button", class: "kw-quiet" }, "Close");
     close.addEventListener("click", () => dialog.close());
     dialog = element("dialog", { class: "kw-dialog kw-models", "aria-labelledby": "kw-models-title" },
       element("h2", { id: "kw-models-title" }, "Model of this chat"),
-      element("p", {}, "A chat can change its model at any time; the next reply comes from the one chosen here."),
+      element("p", {}, "The next reply comes from the model chosen here, and so do new chats. A chat can change its model at any time."),
       element("div", { class: "kw-model-list" }, ...models.map((model) => row(model, chosen, pick))), form,
       element("div", { class: "kw-answers" }, close));
     document.body.append(dialog);

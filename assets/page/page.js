@@ -467,8 +467,8 @@ window.keepwarm = (() => {
   async function chooseModel(id) {
     const chat = current;
     try {
-      if (chat.startsWith(NEW)) sessionStorage.setItem(MODEL_KEY, id);
-      else await keepwarmModels.choose(chat, id);
+      sessionStorage.setItem(MODEL_KEY, id); // the next new chat begins with it too
+      if (!chat.startsWith(NEW)) await keepwarmModels.choose(chat, id);
     } catch {
       return poll(); // gone, or out of reach: the state tells
     }

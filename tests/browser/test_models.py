@@ -43,6 +43,7 @@ def test_another_model_is_loaded_and_chosen_and_the_chat_remembers_it(tab: ChatD
     models(page)
     page.get_by_role("button", name="Take tiny-llama from this list").click()
     expect(page.locator(".kw-model-row")).to_have_count(1)
+    expect(page.locator(".kw-model-row[aria-pressed=true]")).to_have_count(1)
 
 
 def test_a_new_chat_begins_with_the_model_that_was_chosen_for_it(tab: ChatDriver, tiny_model: Path) -> None:

@@ -135,18 +135,29 @@ async def test_a_model_that_went_away_is_named_and_another_can_be_chosen(service
     ]
 
 
-async def test_a_forgotten_model_leaves_its_chats_to_the_default(service, engine, other):
+async def test_only_a_model_that_no_chat_is_held_with_can_be_forgotten(service, engine, other):
     added = await service.add_model("/models/other")
     chat = await service.create_session(service.user.id, model_id=added.id)
     await say(service, chat.id, "one")
+    with pytest.raises(InvalidRequest, match="1 chat is held with this model"):
+        await service.forget_model(added.id)
+    await service.delete_session(service.user.id, chat.id)
     await service.forget_model(added.id)
-    await say(service, chat.id, "two")
-    assert engine.submits[-1].model == engine.capabilities.fingerprint
     with pytest.raises(ModelNotFound):
         await service.forget_model(added.id)
     (default,) = await service.models()
     with pytest.raises(InvalidRequest, match="stays in the list"):
         await service.forget_model(default.id)
+
+
+async def test_one_folder_is_one_model_however_it_is_spelt(service, engine, other, tmp_path, monkeypatch):
+    folder = tmp_path / "a model"
+    folder.mkdir()
+    engine.others[str(folder)] = other
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    spellings = (str(folder), f"{folder}/", "a model", "./a model", "~/a model", f" {folder}/../a model\n")
+    assert len({(await service.add_model(spelling)).id for spelling in spellings}) == 1
 
 
 async def test_a_model_that_cannot_chat_says_so_and_the_default_goes_on(service, engine, other, tmp_path):

@@ -218,7 +218,9 @@ def test_a_converter_that_the_system_ends_is_said_to_lack_memory(llama_gguf: Pat
         for child in converters() if stage == "converting weights" else ():
             child.kill()
 
-    with pytest.raises(ModelLoadError, match=r"memory ran out while .*llama.gguf was converted: it takes about \d+ KiB"):
+    with pytest.raises(
+        ModelLoadError, match=r"memory ran out while .*llama.gguf was converted: it takes about \d+ KiB"
+    ):
         sources.prepare(str(llama_gguf), tmp_path, end)
     assert [entry.name for entry in (tmp_path / "models").iterdir()] == ["conversion.lock"]
 
