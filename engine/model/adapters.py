@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.errors import ModelLoadError
-from engine.model.files import AGAIN, PICKLES, can_run_code, json_object, one_line
+from engine.model.files import AGAIN, PICKLES, can_run_code, entries, json_object, one_line, require_file
 from engine.model.folders import ADAPTER_CONFIG
 from engine.model.weights import some, stored_tensors
 
@@ -38,8 +38,10 @@ def check_adapter(folder: Path) -> list[Path]:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ModelLoadError(f"no {ADAPTER_CONFIG} in {folder}: an adapter's folder, in PEFT's form, holds it")
     config = json_object(folder / ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ModelLoadError(f"{folder} is an adapter of the type {config.get('peft_type')}: only LORA can be used")
+    if not (kind := config.get("peft_type")):
+        raise ModelLoadError(f"{folder / ADAPTER_CONFIG} does not say the adapter's type (peft_type): {AGAIN}")
+    if kind != "LORA":
+        raise ModelLoadError(f"{folder} is an adapter of the type {kind}: only LoRA can be used")
     if odd := sorted(key for key, value in config.items() if value and key not in MERGED | WITHOUT_BEARING):
         raise ModelLoadError(f"{folder} is a kind of LoRA that cannot be merged: its {ADAPTER_CONFIG} sets {some(odd)}")
     if (begun := config.get("init_lora_weights")) not in PLAIN_BASES:
@@ -48,13 +50,14 @@ def check_adapter(folder: Path) -> list[Path]:
             "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     if not (folder / WEIGHTS).is_file():
+        require_file(folder / WEIGHTS)
         raise ModelLoadError(_without_weights(folder))
     stored_tensors([folder / WEIGHTS])
     return [folder / ADAPTER_CONFIG, folder / WEIGHTS]
 
 
 def _without_weights(folder: Path) -> str:
-    pickles = sorted(entry for entry in folder.iterdir() if entry.name.endswith(PICKLES))
+    pickles = [folder / name for name in entries(folder) if name.endswith(PICKLES)]
     if pickles:
         return f"{pickles[0]} is a pickle, which {can_run_code(pickles[0])}"
     return f"no {WEIGHTS} in {folder}: other weight formats are not read"

@@ -20,6 +20,7 @@ AGAIN = "copy or download it again"
 
 def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `ModelLoadError` when it is missing, damaged or something else."""
+    require_file(path)
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -27,6 +28,23 @@ def json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds a {type(value).__name__} where an object is needed: {AGAIN}")
     return value
+
+
+def require_file(path: Path) -> None:
+    """Raises `ModelLoadError` where something lies at `path` that is no file; to read a pipe would never end."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or a device"
+        raise ModelLoadError(f"{path} is {what}, where a file is needed: {AGAIN}")
+
+
+def entries(folder: Path) -> list[str]:
+    """The sorted names of what a folder holds. Raises `ModelLoadError` when it is not there or cannot be read."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelLoadError(f"the folder {folder} is not there: it was moved or deleted") from error
+    except OSError as error:
+        raise ModelLoadError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def unreadable(path: Path, error: BaseException, kind: str) -> ModelLoadError:

@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from engine.errors import ModelLoadError
 from engine.model.conversion import Conversion, converted
 from engine.model.digests import digest
-from engine.model.files import AGAIN, Progress, json_object, one_line
+from engine.model.files import AGAIN, Progress, json_object, one_line, require_file
+from engine.model.kinds import require_few_layers
 from engine.model.weights import indexed, stored_tensors, weight_files
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -49,6 +50,7 @@ def prepare_folder(folder: Path, cache_dir: Path, progress: Progress) -> tuple[P
 def read_configuration(folder: Path) -> Any:
     """The folder's configuration; code that comes with a model is never run. Raises `ModelLoadError`."""
     raw = json_object(folder / "config.json")
+    require_few_layers(str(folder / "config.json"), raw)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         if "auto_map" in raw:
@@ -76,6 +78,7 @@ def _with_tokenizer(folder: Path, cache_dir: Path, content: str, progress: Progr
     if (folder / TOKENIZER).is_file():
         json_object(folder / TOKENIZER)
         return folder
+    require_file(folder / TOKENIZER)
     older = next((names for names in OLDER_TOKENIZERS if all((folder / name).is_file() for name in names)), None)
     if older is None:
         raise ModelLoadError(f"no {TOKENIZER} in {folder}: a model's folder holds it beside the weights")

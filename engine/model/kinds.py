@@ -5,15 +5,20 @@ This module reads configurations alone: it knows nothing of weights, attention o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
+from engine.model.files import AGAIN
 
 ADVICE = "choose a decoder-only model with full or sliding attention"
 RUNNING_STATE = {"linear_attention", "conv", "mamba"}  # layers that keep nothing but one
 MIXED = {"hybrid", "hybrid_sliding"}  # layers that attend beside keeping one
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # what configurations call how many there are
+MOST_LAYERS = 10_000
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 def refusal(name: str, why: str) -> ModelLoadError:
@@ -36,6 +41,22 @@ def require_servable(name: str, config: Any) -> None:
         raise refusal(name, f"it is a {which} model ({kind}): {whose} a running state instead of keys and values")
     if getattr(text, "attn_temperature_tuning", False):
         raise refusal(name, f"its attention ({kind}) is scaled by how many tokens are read at once")
+    _require_sizes(name, {key: getattr(text, key, None) for key in SIZES})
+
+
+def require_few_layers(name: str, raw: Mapping[str, Any]) -> None:
+    """Raise `ModelLoadError` for a config.json with so many layers that even to make something of it would not end."""
+    for part in (raw, *(part for part in raw.values() if isinstance(part, dict))):
+        for key in LAYERS:
+            if isinstance(layers := part.get(key), int | float) and layers > MOST_LAYERS:
+                raise ModelLoadError(f"{name} says {key} {layers}, and no model has more than {MOST_LAYERS:,}: {AGAIN}")
+
+
+def _require_sizes(name: str, sizes: Mapping[str, Any]) -> None:
+    for key, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            raise ModelLoadError(f"{name} cannot be served: its configuration says {key} {size}, where 1 is the least")
+    require_few_layers(name, sizes)
 
 
 def text_config(config: Any) -> Any:

@@ -76,7 +76,7 @@ def size(model: str) -> Sizing:
 
 def _described(model: str) -> tuple[str, Any]:
     """A model's name for people, and its configuration."""
-    path = Path(model).expanduser()
+    path = sources.path_of(model, "model")
     if path.name == CONFIG and path.is_file():
         return path.resolve().parent.name, read_configuration(path.parent)
     source = sources.locate(model)

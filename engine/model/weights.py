@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from engine.errors import ModelLoadError
-from engine.model.files import AGAIN, PICKLES, can_run_code, json_object, unreadable
+from engine.model.files import AGAIN, PICKLES, can_run_code, entries, json_object, require_file, unreadable
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -48,18 +48,21 @@ def weight_files(folder: Path) -> list[Path]:
             if not file.is_file():
                 raise ModelLoadError(f"no {file.name} in {folder}, which {INDEX} names: {AGAIN}")
         return files
+    require_file(folder / WEIGHTS)
     raise ModelLoadError(_without_weights(folder))
 
 
 def _without_weights(folder: Path) -> str:
     """Why a folder without weights that can be read cannot be used, by what it holds instead."""
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = entries(folder)
     if pickles := [name for name in names if name.endswith(PICKLES)]:
         return f"{folder / pickles[0]} is a pickle, which {can_run_code(folder / pickles[0])}"
     if ggufs := [name for name in names if name.lower().endswith(".gguf")]:
         return f"{folder} holds {ggufs[0]}: name that file, {folder / ggufs[0]}, as the model"
     if others := [name for name in names if name.endswith(".safetensors")]:
         return f"no {WEIGHTS} and no {INDEX} in {folder}: rename {others[0]} if it holds the whole model"
+    if "config.json" not in names:
+        return f"{folder} is not a model's folder: it holds no config.json and no {WEIGHTS}"
     return f"no {WEIGHTS} in {folder}: other weight formats are not read"
 
 

@@ -88,7 +88,7 @@ def test_an_adapter_is_looked_at_too(tmp_path: Path) -> None:
     assert str(tmp_path) in bad.detail
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3"}))
     (other,) = adapter(Settings(adapter=str(tmp_path)))
-    assert "only LORA can be used" in other.detail
+    assert "only LoRA can be used" in other.detail
     (hub,) = adapter(Settings(adapter="owner/name"))
     assert (hub.level, hub.detail) == ("ok", "owner/name, a hub id, fetched at the first start unless it is there")
 

@@ -183,8 +183,8 @@ def test_a_truncated_file_is_named(model: Path, adapter: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"peft_type": "IA3"}, "is an adapter of the type IA3: only LORA can be used"),
-        ({"peft_type": None}, "is an adapter of the type None"),
+        ({"peft_type": "IA3"}, "is an adapter of the type IA3: only LoRA can be used"),
+        ({"peft_type": None}, "does not say the adapter's type (peft_type)"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "its adapter_config.json sets layer_replication"),
         ({"alora_invocation_tokens": [5]}, "its adapter_config.json sets alora_invocation_tokens"),
         ({"invented_in_2031": {"depth": 2}}, "its adapter_config.json sets invented_in_2031"),

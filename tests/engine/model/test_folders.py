@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.errors import ModelLoadError
 from engine.model import loading, sources
 from tests.engine.model.altering import change, rewrite
 from tests.engine.model.saying import quiet, refusal
@@ -34,6 +36,53 @@ def shards(model: Path) -> Path:
 
 def prepare(model: Path, cache: Path) -> sources.PreparedModel:
     return sources.prepare(str(model), cache, quiet)
+
+
+# --- what is no file, or not there ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "what"), [(Path.mkdir, "a folder"), (os.mkfifo, "a pipe or a device")])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_what_is_no_file_is_not_read(
+    name: str, make: Callable[[Path], object], what: str, model: Path, cache: Path
+) -> None:
+    (model / name).unlink()
+    make(model / name)
+    assert refusal(model, cache).startswith(f"{model / name} is {what}, where a file is needed")
+
+
+def test_a_folder_without_a_model_is_named(model: Path, cache: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert refusal(model, cache).startswith(f"no model.safetensors in {model}: other weight formats")
+    (model / "config.json").unlink()
+    message = refusal(model, cache)
+    assert message == f"{model} is not a model's folder: it holds no config.json and no model.safetensors"
+
+
+def test_a_folder_that_is_gone_is_named(model: Path) -> None:
+    prepared = sources.PreparedModel(name="gone", path=model / "gone", digest="")
+    with pytest.raises(ModelLoadError) as refused:
+        sources.weight_bytes(prepared, torch.float32)
+    assert str(refused.value) == f"the folder {model / 'gone'} is not there: it was moved or deleted"
+
+
+# --- sizes that no model has ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [10_001, 10**12, 1e300])
+def test_more_layers_than_any_model_has_are_refused_before_anything_is_made_of_them(
+    layers: float, model: Path, cache: Path
+) -> None:
+    change(model / "config.json", num_hidden_layers=layers)
+    message = refusal(model, cache)
+    assert message.startswith(f"{model / 'config.json'} says num_hidden_layers {layers}, and no model has more than")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_sizes_below_one_are_refused(key: str, value: int, model: Path, cache: Path) -> None:
+    change(model / "config.json", **{key: value})
+    assert f"its configuration says {key} {value}, where 1 is the least" in refusal(model, cache, load=True)
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
@@ -208,8 +257,8 @@ def test_a_damaged_or_foreign_configuration_is_named(text: bytes, words: str, mo
 
 
 def test_a_configuration_that_announces_the_impossible_is_refused(model: Path, cache: Path) -> None:
-    change(model / "config.json", num_hidden_layers=10**9)
-    assert "announces 1000000000 layers and holds 20 tensors" in refusal(model, cache)
+    change(model / "config.json", num_hidden_layers=10_000)
+    assert "announces 10000 layers and holds 20 tensors" in refusal(model, cache)
 
 
 def test_weights_named_by_the_configuration_are_not_followed(model: Path, cache: Path) -> None:

@@ -168,6 +168,21 @@ def test_a_configuration_whose_numbers_make_no_model_is_named(tmp_path: Path) ->
     assert refused(tmp_path / "odd").startswith("odd has a configuration that makes no model: ")
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "says num_hidden_layers 10000000, and no model has more than 10,000"),
+        ({"num_hidden_layers": 0}, "its configuration says num_hidden_layers 0, where 1 is the least"),
+        ({"num_hidden_layers": -2}, "its configuration says num_hidden_layers -2, where 1 is the least"),
+        ({"vocab_size": -1}, "its configuration says vocab_size -1, where 1 is the least"),
+        ({"num_key_value_heads": 0}, "its configuration says num_key_value_heads 0, where 1 is the least"),
+    ],
+)
+def test_sizes_that_no_model_has_are_named(settings: dict[str, int], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    assert words in refused(tmp_path)
+
+
 def test_the_module_is_never_given_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     build = sizing._empty_module

@@ -34,6 +34,15 @@ def test_names_that_can_be_nothing_are_said_to_be(name: str, cache: Path) -> Non
     assert refusal(name, cache).startswith(f"no model {name!r}: name a directory, a .gguf file, a hub id")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("a" * 5000, "File name too long"), ("~nobody-here/x", "Could not determine home directory.")]
+)
+def test_names_at_which_nothing_can_be_looked_for_are_said_to_be(name: str, why: str, model: Path, cache: Path) -> None:
+    shown = name if len(name) < 200 else f"{name[:200]}…"
+    assert refusal(name, cache) == f"no model {shown!r} can be looked for: {why}"
+    assert refusal(model, cache, adapter=name) == f"no adapter {shown!r} can be looked for: {why}"
+
+
 def test_files_that_are_no_models_are_named(model: Path, cache: Path) -> None:
     weights = model / "model.safetensors"
     assert refusal(weights, cache) == f"{weights} is no model: name its folder, or a .gguf file"
