@@ -248,7 +248,7 @@ class Completions:
                 role=entry.role,
                 text=entry.text,
                 token_ids=segment,
-                tokenizer=model.template.identity,
+                tokenizer=model.names(entry),
             )
             parent_id = message.id
         return parent_id

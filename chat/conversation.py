@@ -132,7 +132,7 @@ class Conversations:
                     role=entry.role,
                     text=entry.text,
                     token_ids=segment,
-                    tokenizer=model.template.identity,
+                    tokenizer=model.template.rendering,
                 )
                 parent_id = message.id
             title = session.title or title_of(text)
@@ -213,7 +213,7 @@ class Conversations:
     ) -> None:
         """A user message that never got a reply is followed by another one: its segment lost the generation prompt."""
         for message, segment in zip(path, composed.segments, strict=False):
-            if message.tokenizer == model.template.identity and message.token_ids != segment:
+            if message.tokenizer == model.template.rendering and message.token_ids != segment:
                 await self._store.update_message(message.id, token_ids=segment)
 
     def _done(self, turn: LiveTurn) -> None:

@@ -30,7 +30,7 @@ async def longest_match(
 ) -> Match | None:
     """The longest usable stored path of this user's, of several equal ones that of session `prefer`, else the newest.
 
-    Usable are paths that end in a reply, or in the user message to be answered, and whose ids are of this tokenizer.
+    Usable are paths that end in a reply, or in the user message to be answered, and whose ids are of this vocabulary.
     Stored API chats come before chats of the page, because only the former can simply be continued.
     """
     keys = path_keys((message.role, message.text) for message in messages)
@@ -64,9 +64,10 @@ async def _usable(
     except UnknownMessage:  # deleted meanwhile
         return None
     if session is None or any(
-        message.tokenizer != template.identity or message.status == "streaming" for message in path
+        message.tokenizer.partition("/")[0] != template.identity or message.status == "streaming" for message in path
     ):
         return None
-    if is_last and not template.ends_prompt(path[-1].token_ids):
+    last = path[-1]
+    if is_last and not (last.tokenizer == template.rendering and template.ends_prompt(last.token_ids)):
         return None
     return Match(session, tuple(path))

@@ -46,9 +46,17 @@ class LoadedModel:
     name: str
 
     def entry(self, message: MessageRecord) -> Entry:
-        """A stored message for the ledger; its ids count only if this model's tokenizer made them."""
-        ids = message.token_ids if message.tokenizer == self.template.identity else None
-        return Entry(message.role, message.text, ids, message.created_at)
+        """A stored message for the ledger; its ids count only if this model's template made them, or its vocabulary
+        was sampled from.
+        """
+        made = message.tokenizer == self.template.rendering
+        sampled = message.role == "assistant" and message.tokenizer == self.template.identity
+        return Entry(message.role, message.text, message.token_ids if made or sampled else None, message.created_at)
+
+    def names(self, entry: Entry) -> str:
+        """What the ids of a message are stored as belonging to: a sampled reply's to the vocabulary alone."""
+        sampled = entry.role == "assistant" and entry.token_ids is not None
+        return self.template.identity if sampled else self.template.rendering
 
     async def compose(self, entries: Sequence[Entry]) -> Composed:
         """Segments and prompt of these messages. Raises TemplateError, PromptTooLong, InvalidText."""

@@ -20,13 +20,19 @@ NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class TemplateFiles:
     """A tokenizer, the `source` of its chat template (None: it has none), and the texts of tokens a template may name.
 
-    `identity` names the vocabulary: token ids of a stored message mean something only under the same one.
+    `identity` names the vocabulary, and `rendering` all that decides how a chat is written in it.
     """
 
     tokenizer: Tokenizer
     source: str | None
     names: dict[str, str]
     identity: str
+
+    @property
+    def rendering(self) -> str:
+        """`identity` and what names the template."""
+        written = json.dumps([self.source, self.names], sort_keys=True)
+        return f"{self.identity}/{hashlib.sha256(written.encode()).hexdigest()[:16]}"
 
 
 def read_template_files(directory: str | Path) -> TemplateFiles:

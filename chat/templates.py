@@ -23,46 +23,36 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
 from chat.encoding import TextEncoder, unused_characters
+from chat.entries import Entry, stretches
 from chat.errors import ChatError, PromptTooLong, TemplateError, UnusableModel
 from chat.openings import Openings
 from chat.rendering import PLAIN, PLAIN_NOTICE, PLAIN_STOPS, Renderer
 from chat.template_files import TemplateFiles, beginning_of_texts, read_template_files, showing
 from chat.template_traits import probe
-from chat.thinking import Marks, Policy, Splitter, find_marks, reasoning_tokens
-from chat.views import ModelNotes, Role
+from chat.thinking import STORED, Marks, Policy, Splitter, find_marks, reasoning_tokens, stored_form
+from chat.views import ModelNotes
 from storage.reasoning import split_reply
 
+__all__ = ["ChatTemplate", "Entry"]
+
 LARGE = 100_000  # characters; longer texts are not encoded, which takes seconds, where they surely do not fit
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One message as the ledger sees it; `token_ids` None: it has no segment yet (for this tokenizer).
-
-    `at`: when it was stored, in seconds since the epoch; None: it is new.
-    """
-
-    role: Role
-    text: str
-    token_ids: tuple[int, ...] | None = None
-    at: float | None = None
 
 
 class ChatTemplate:
     """The tokenizer and chat template of one model directory. Immutable after loading; safe to use from threads.
 
-    `identity` names the vocabulary: token ids of a stored message mean something only under the same one. `notes` are
-    for people. A reply ends before the first of `stops`.
+    `identity` names the vocabulary, the one thing that sampled ids depend on; `rendering` names it and the template,
+    which wrote all others. `notes` are for people. A reply ends before the first of `stops`.
     """
 
     def __init__(self, files: TemplateFiles, thinking: Policy = "preserve") -> None:
-        self.identity = files.identity
+        self.identity, self.rendering = files.identity, files.rendering
         source, names = files.source or PLAIN, files.names
         self.stops: tuple[str, ...] = ()
         if files.source is None:
@@ -108,23 +98,25 @@ class ChatTemplate:
         segments: list[tuple[int, ...]] = []
         cut, texts = "", None
         used, stable = 0, self._is_stable(entries)
-        for number, (run, reply) in enumerate(_stretches(entries)):
+        for number, (run, reply) in enumerate(stretches(entries)):
             between: list[int] = []
+            placed = reply
             made = self._must_make(run, reply, stable)
             if made:
                 if texts is None:
                     cut, pieces = self._pieces(entries)
                     texts = dict(pieces)
                 text = self._between(texts.get(number), segments[-1] if segments else (), stable)
+                text, placed = self._placed(text, reply)
                 least = used + self._encoder.least_tokens(text.replace(cut, "")) if len(text) > LARGE else 0
                 if limit is not None and least >= limit:
                     raise PromptTooLong(least, limit, at_least=True)
                 between = self._encoder.encode(text, cut, start=number == 0)
             if run:
-                segments.extend(self._cut(run, between, cut, number == 0) if made else map(_ids, run))
-            if reply is None:
+                segments.extend(self._cut(run, between, cut, number == 0) if made else (entry.ids for entry in run))
+            if placed is None:
                 break
-            segments.append(self._reply_ids(reply))
+            segments.append(self._reply_ids(placed))
             if made and not run:  # nobody else carries what the template writes before this reply
                 segments[-1] = (*between, *segments[-1])
             if stable and not self._stripped:
@@ -198,7 +190,7 @@ class ChatTemplate:
         if not run:
             return stable and reply is not None and reply.token_ids is None
         missing = any(entry.token_ids is None for entry in run)
-        return missing or (reply is None and not self.ends_prompt(_ids(run[-1])))
+        return missing or (reply is None and not self.ends_prompt(run[-1].ids))
 
     def _pieces(self, entries: Sequence[Entry]) -> tuple[str, list[tuple[int, str]]]:
         """The whole chat rendered once: what comes before all replies (0), and what follows reply 1, 2, … in its order.
@@ -233,6 +225,22 @@ class ChatTemplate:
         rest = text.removeprefix(closed)
         return rest.lstrip() if before[-1] in self._encoder.swallows else rest
 
+    def _placed(self, text: str, reply: Entry | None) -> tuple[str, Entry | None]:
+        """What is written anew before this reply, and the reply, without ids if they cannot follow it.
+
+        Ids that begin inside the reasoning, or with what the template would write, follow the request for a reply. If
+        this template opens no reasoning there, the answer has to be encoded.
+        """
+        if reply is None or reply.token_ids is None:
+            return text, reply
+        traits, said = self._traits, self.decode(reply.ids)
+        inside = reply.text.startswith(STORED.opening) and said != reply.text
+        if inside and stored_form(said, self.splitter()) != reply.text:
+            return text, replace(reply, token_ids=None)
+        added = traits.history.removeprefix(traits.generation)
+        asked = inside or (added and "".join(self._encoder.pieces(reply.ids)).startswith(added))
+        return (text.removesuffix(traits.history) + traits.generation if asked and traits.stable else text), reply
+
     def _cut(self, run: Sequence[Entry], ids: Sequence[int], cut: str, start: bool) -> list[tuple[int, ...]]:
         """Segments of `run`, which together are `ids`."""
         done = self._system_length(run[0], ids, cut) if start and len(run) > 1 and run[0].role == "system" else 0
@@ -265,7 +273,7 @@ class ChatTemplate:
                 continue
             asked = self._openings.asked(segments, index)
             sent[index] = self._answer_ids(segments[index], self._stripped, asked and self._openings.reasons)
-            if asked and sent[index] != segments[index]:
+            if asked and (self._openings.reasons or sent[index] != segments[index]):
                 sent[index - 1] = self._openings.in_history(segments[index - 1])
         return sent
 
@@ -282,17 +290,3 @@ class ChatTemplate:
         prompts = [self.fill([Entry("user", text, at=now)])[0] for text in ("one", "2", "Three")]
         columns = zip(*prompts, strict=False)
         return tuple(column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _stretches(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[Entry], Entry | None]]:
-    """Each reply with the messages between the one before and it; last, with None, the messages after all replies."""
-    start = 0
-    for index, entry in enumerate(entries):
-        if entry.role == "assistant":
-            yield entries[start:index], entry
-            start = index + 1
-    yield entries[start:], None
-
-
-def _ids(entry: Entry) -> tuple[int, ...]:
-    return entry.token_ids or ()

@@ -118,6 +118,14 @@ class Writer:
         return "".join(texts)
 
 
+def stored_form(text: str, splitter: Splitter | None) -> str:
+    """A whole reply as it is stored; without a splitter it has no reasoning."""
+    if splitter is None:
+        return text
+    writer = Writer()
+    return writer.write(splitter.push(text)) + writer.write(splitter.flush())
+
+
 class Trimmer:
     """Takes the white space around the reasoning away, as `split_reply` does for a whole text."""
 

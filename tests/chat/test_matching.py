@@ -25,7 +25,7 @@ async def stored(store, template, me, *messages, origin="api", tokenizer=None, s
             role=entry.role,
             text=entry.text,
             token_ids=segment,
-            tokenizer=tokenizer or template.identity,
+            tokenizer=tokenizer or template.rendering,
             status=status if entry.role == "assistant" else "complete",
         )
         parent = message.id

@@ -207,6 +207,16 @@ def test_a_reply_cut_inside_its_reasoning_leaves_nothing_of_it(load, kind, end):
     )
 
 
+@pytest.mark.parametrize("kind", ["opened", "opened by words"])
+@pytest.mark.parametrize("reply", ["", "</s>"])
+def test_a_reply_that_never_began_leaves_no_open_reasoning(load, kind, reply):
+    template = load(kind, "strip")
+    chat = Chat(template)
+    chat.turn("one", reply)
+    chat.turn("two", "hm</think>Yes.</s>")
+    assert raw(template, chat.prompts[1]) == "<s><|user|>one<|assistant|></s><|user|>two<|assistant|><think>\n"
+
+
 def test_an_answer_in_the_middle_of_a_token_is_kept(load):
     template = load("opened by words", "strip")
     chat = Chat(template)

@@ -31,6 +31,7 @@ SAMPLER = "engine/model/sampler.py"
 RUNNER = "engine/model/runner.py"
 SHARES = "engine/shares.py"
 RESIDENTS = "engine/residents.py"
+MODEL_OF_CHATS = "chat/model.py"
 MODELS = "chat/models.py"
 CONVERSATION = "chat/conversation.py"
 STREAMING = "chat/streaming.py"
@@ -50,6 +51,7 @@ LEDGER = ("tests/chat/test_templates.py",)
 LIVES = ("tests/engine/test_scheduler_machine.py",)
 SEVERAL = ("tests/engine/test_several_models.py",)
 CHOICE = ("tests/chat/test_models.py",)
+SWITCHES = ("tests/chat/test_switching.py",)
 THOUGHTS = ("tests/chat/test_template_kinds.py", "tests/chat/test_thinking.py")
 DATES = ("tests/chat/test_rendering.py",)
 TOKENS = ("tests/chat/test_encoding.py",)
@@ -204,6 +206,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "return loaded if loaded or self._engine.serves(",
         CHOICE,
     ),
+    Mutant(
+        "keep what another template wrote",
+        MODEL_OF_CHATS,
+        "made = message.tokenizer == self.template.rendering",
+        'made = message.tokenizer.partition("/")[0] == self.template.identity',
+        SWITCHES,
+    ),
+    Mutant(
+        "encode a reply again under another template",
+        MODEL_OF_CHATS,
+        'sampled = message.role == "assistant" and message.tokenizer',
+        "sampled = False and message.tokenizer",
+        SWITCHES,
+    ),
     # --- the model
     Mutant("see past the window", ATTENTION, " & (keys > queries - window)", "", EXACT),
     Mutant("see the future", ATTENTION, "causal = keys <= queries", "causal = keys <= queries + 1", EXACT),
@@ -298,7 +314,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "leave the opening of stripped reasoning",
         TEMPLATES,
-        "if asked and sent[index] != segments[index]:",
+        "if asked and (self._openings.reasons or sent[index] != segments[index]):",
         "if False:",
         THOUGHTS,
     ),
