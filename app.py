@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from chat import flags
-from chat.doctor import DoctorError
+from chat.doctor import DoctorError, WrongQuestion
 from chat.doctor_command import doctor_command
 from chat.instance import AlreadyRunning, DataDirError, Instance
 from chat.settings import PREFIX, VERSION, Settings, SettingsError, load_settings, nearest
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(typer.main.get_command(cli).main(arguments, standalone_mode=False) or 0)
     except typer.TyperException as error:
         return fail(usage_line(error), error.exit_code)
-    except SettingsError as error:
+    except (SettingsError, WrongQuestion) as error:
         return fail(str(error), USAGE_ERROR)
     except (StartError, DataDirError, DoctorError) as error:
         return fail(str(error), 1)

@@ -16,6 +16,10 @@ class DoctorError(Exception):
     """What was asked cannot be answered at all. `str()` is one line that names the fix."""
 
 
+class WrongQuestion(DoctorError):  # noqa: N818 - it says what is wrong
+    """What was typed makes no question."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One line of the doctor's report. `what` is a word or two, `detail` and `fix` are sentences without a full stop.

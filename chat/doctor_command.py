@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from chat import flags
-from chat.doctor import DoctorError, Finding, exit_code, guarded
+from chat.doctor import DoctorError, Finding, WrongQuestion, exit_code, guarded
 from chat.settings import Settings, trace_settings
 
 Output = tuple[str, list[Finding]]
@@ -68,9 +68,9 @@ def doctor_command(  # noqa: PLR0917 - one parameter per flag
 
 def _check_modes(size: bool, url: bool, load: bool, sessions: bool) -> None:
     if size + url + load > 1:
-        raise DoctorError("--size, --url and --load are three questions: ask one at a time")
+        raise WrongQuestion("--size, --url and --load are three questions: ask one at a time")
     if sessions and not size:
-        raise DoctorError("--sessions belongs to --size MODEL: name the model")
+        raise WrongQuestion("--sessions belongs to --size MODEL: name the model")
 
 
 def _read_saved(data_dir: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-from chat.doctor import Finding, ok
+from chat.doctor import Finding, count, ok
 from chat.doctor_questions import LESS_WORK, PER_TOKEN_HIGH_S, seconds
 from engine.client import EngineClient, new_request_id
 from engine.config import EngineConfig
@@ -26,7 +26,7 @@ async def loaded(config: EngineConfig) -> AsyncIterator[Finding]:
         capabilities = await engine.wait_ready()
         took = seconds(time.monotonic() - started)
         attention = f"{capabilities.attention} agrees with the model's own attention"
-        yield ok("load", f"ready after {took}; {attention}, {capabilities.threads} threads")
+        yield ok("load", f"ready after {took}; {attention}, {count(capabilities.threads, 'thread')}")
         yield _speed(await _measure(engine, capabilities))
     except EngineUnavailable as error:
         yield Finding("problem", "load", str(error), "the findings above may say why; otherwise --log-level debug does")
@@ -37,8 +37,8 @@ async def loaded(config: EngineConfig) -> AsyncIterator[Finding]:
 async def _measure(engine: EngineClient, capabilities: Capabilities) -> Usage:
     """One request that reads `READ` tokens and writes `WRITTEN`, or what the context allows of that."""
     written = min(WRITTEN, capabilities.context_length // 4)
-    count = max(1, min(READ, capabilities.context_length - written - 1))
-    ids = [(7919 * number + 1) % capabilities.vocab_size for number in range(count)]
+    length = max(1, min(READ, capabilities.context_length - written - 1))
+    ids = [(7919 * number + 1) % capabilities.vocab_size for number in range(length)]
     submit = Submit(request_id=new_request_id(), session_id="doctor", token_ids=ids, max_tokens=max(2, written))
     async for event in engine.stream(submit):
         if isinstance(event, Finished):

@@ -60,7 +60,7 @@ def first_token(figures: ServerFigures) -> Finding:
     detail = (
         f"{_spread(times)} over the last {len(replies)} replies: {waits.waiting:.0%} waiting to be let in, "
         f"{waits.reading:.0%} reading, {waits.outside:.0%} outside the engine; {reuse(replies):.0%} of the prompts "
-        "was reused"
+        "were reused"
     )
     if median(times) <= FIRST_TOKEN_HIGH_S:
         return ok(TTFT, detail)
@@ -163,7 +163,7 @@ def memory(figures: ServerFigures) -> Finding:
     if snapshot.preemptions:
         return Finding("warn", MEMORY, f"{detail}. It was too small for all replies at once", _more_memory(snapshot))
     if snapshot.evicted_blocks and len(replies) >= ENOUGH_REPLIES and reuse(replies) < LOW_REUSE:
-        lost = f"Of the last {len(replies)} prompts only {reuse(replies):.0%} was reused"
+        lost = f"Of the last {len(replies)} prompts only {reuse(replies):.0%} were reused"
         return Finding("warn", MEMORY, f"{detail}. {lost}", _more_memory(snapshot))
     return ok(MEMORY, detail)
 

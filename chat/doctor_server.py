@@ -70,7 +70,7 @@ def examine(url: str, figures: ServerFigures) -> list[Finding]:
             ]
     if capabilities is None:
         return [ok("server", f"{who}, serves no model yet")]
-    threads = f", {capabilities.threads} threads" if capabilities.device == "cpu" else ""
+    threads = f", {count(capabilities.threads, 'thread')}" if capabilities.device == "cpu" else ""
     others = len(figures.snapshot.models) - 1 if figures.snapshot is not None else 0
     more = f" and {count(others, 'other model')}" if others > 0 else ""
     serves = f"{capabilities.model_name}{more} in {capabilities.dtype} on {capabilities.device}{threads}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chat.doctor import DoctorError, Finding, count, ok
+from chat.doctor import Finding, WrongQuestion, count, ok
 from chat.doctor_machine import Device
 from chat.doctor_text import table
 from engine.config import EngineConfig
@@ -30,11 +30,11 @@ class Question:
 
     @classmethod
     def of(cls, sized: Sizing, context: int | None, sessions: int | None) -> Question:
-        """The question that was asked, of this model. Raises DoctorError for numbers that make no sense."""
+        """The question that was asked, of this model. Raises WrongQuestion for numbers that make no sense."""
         if context is not None and not 1 <= context <= sized.context_length:
-            raise DoctorError(f"--context {context}: {sized.name} was made for 1 to {sized.context_length} tokens")
+            raise WrongQuestion(f"--context {context}: {sized.name} was made for 1 to {sized.context_length} tokens")
         if sessions is not None and sessions < 1:
-            raise DoctorError(f"--sessions {sessions}: ask for at least 1")
+            raise WrongQuestion(f"--sessions {sessions}: ask for at least 1")
         return cls(context or sized.context_length, sessions)
 
 

@@ -126,9 +126,9 @@ def test_what_is_typed_wrongly_is_one_line(tmp_path: Path) -> None:
     assert complaint("--modle", "x") == (2, "unknown flag --modle; the nearest known one is --model")
     assert complaint("--port", "http")[0] == 2
     assert complaint("--size", "smollm2", "--url") == (
-        1, "--size, --url and --load are three questions: ask one at a time",
+        2, "--size, --url and --load are three questions: ask one at a time",
     )  # fmt: skip
-    assert complaint("--sessions", "4") == (1, "--sessions belongs to --size MODEL: name the model")
+    assert complaint("--sessions", "4") == (2, "--sessions belongs to --size MODEL: name the model")
     assert complaint("--url", "--data-dir", str(tmp_path))[1].startswith(f"no server runs in {tmp_path}: ")
 
 

@@ -128,7 +128,7 @@ def test_a_server_that_is_well() -> None:
             "ok",
             "first token (TTFT)",
             "median 0.20 s, 95% within 0.20 s over the last 4 replies: 10% waiting to be let in, 80% reading, 10% "
-            "outside the engine; 90% of the prompts was reused",
+            "outside the engine; 90% of the prompts were reused",
         ),
         Finding(
             "ok",
@@ -314,7 +314,7 @@ def test_chats_that_gave_way_matter_when_they_come_back() -> None:
     assert memory(server(snapshot=evicted)).level == "ok"
     cold = memory(server([reply(reused_tokens=10, computed_tokens=90)] * 3, snapshot=evicted))
     assert cold.level == "warn"
-    assert cold.detail.endswith(". Of the last 3 prompts only 10% was reused")
+    assert cold.detail.endswith(". Of the last 3 prompts only 10% were reused")
 
 
 def test_memory_of_an_engine_that_is_away_or_has_no_model() -> None:
