@@ -71,25 +71,27 @@ class _Api:
         }
 
     async def complete(self, request: Request) -> Response:
+        turn: ApiTurn | None = None
         try:
             chat = parse_request(await body_of(request))
             hint = request.headers.get("x-session-id")
-            turn = await self._service.complete(
+            beginning = self._service.complete(
                 self._service.user.id, chat.entries(), chat.options(), chat.n or 1, session_hint=hint, model=chat.model
             )
+            turn = await unless_gone(beginning, request.receive)
             answer = Answer(turn, chat)
             if chat.stream:
-                if not await unless_gone(turn.accepted(), request.receive):
-                    return _gone(turn)
+                await unless_gone(turn.accepted(), request.receive)
                 return EventStream(answer.chunks(), turn.abandon)
-            if not await unless_gone(turn.finished(), request.receive):
-                return _gone(turn)
+            await unless_gone(turn.finished(), request.receive)
             return JSONResponse(answer.whole())
         except ChatError as error:
             return refusal(error)
         except StorageError as error:
             return refusal(StorageFailed(error))
         except ClientDisconnect:
+            if turn is not None:
+                turn.abandon()
             return Response(status_code=GONE)
         except Exception:
             log.exception("a completion failed")
@@ -150,8 +152,3 @@ class _Api:
                 "thinking": model.notes.thinking,
             }
         return card
-
-
-def _gone(turn: ApiTurn) -> Response:
-    turn.abandon()
-    return Response(status_code=GONE)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady, StorageFailed, check_text
+from chat.errors import ChatError, EngineFailed, InvalidRequest, ModelNotFound, NotReady, StorageFailed, check_text
 from chat.figures import RecentReplies
 from chat.generation import Ended, Engine, Generation, Piece, Reply
 from chat.matching import Match, longest_match
@@ -24,7 +24,7 @@ from chat.templates import Entry
 from chat.turns import turn_record
 from chat.views import Status, TurnOptions
 from engine.protocol import Progress, Sampling
-from storage.errors import StorageError
+from storage.errors import StorageError, UnknownModel
 from storage.records import UserRecord
 from storage.store import Store
 
@@ -183,7 +183,7 @@ class Completions:
     async def begin(self, user: UserRecord, model: LoadedModel, request: Request) -> ApiTurn:
         """Match the messages, submit them, and store what is new while the engine works.
 
-        Raises InvalidRequest, InvalidText, PromptTooLong, TemplateError, StorageFailed.
+        Raises InvalidRequest, InvalidText, ModelNotFound, PromptTooLong, TemplateError, StorageFailed.
         """
         _check(request, model)
         hint = (user.id, request.hint) if request.hint else None
@@ -193,6 +193,8 @@ class Completions:
         composed = await model.compose([*(model.entry(message) for message in path), *request.messages[len(path) :]])
         try:
             session_id, stored = await self._session(user.id, model.id, match)
+        except UnknownModel:  # forgotten a moment ago
+            raise ModelNotFound(model.name) from None
         except StorageError as error:
             raise StorageFailed(error) from error
         if hint:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat.errors import ModelUnavailable, NothingToRetry, SessionBusy, SessionNotFound, StorageFailed
+from chat.errors import ModelUnavailable, NothingToRetry, SessionBusy, SessionNotFound, StorageFailed, TurnStopped
 from chat.figures import RecentReplies
 from chat.generation import Engine, Generation
 from chat.model import Composed, LoadedModel
@@ -58,6 +58,7 @@ class Conversations:
         self._recent = recent
         self._turns: dict[str, LiveTurn] = {}
         self._starting: dict[str, asyncio.Event] = {}  # set when the turn runs, or could not begin
+        self._loading: dict[str, asyncio.Task[LoadedModel]] = {}  # what a starting turn waits for before all else
         self._tasks: set[asyncio.Task[LiveTurn]] = set()
 
     def live(self, session_id: str) -> LiveTurn | None:
@@ -86,7 +87,12 @@ class Conversations:
             return await self._retry(asked)
 
     async def stop(self, session_id: str) -> None:
-        """End the chat's reply where it is, if one runs, and wait until it is saved."""
+        """End the chat's reply where it is, if one runs, and wait until it is saved.
+
+        A turn that still waits for its model fails with TurnStopped; the engine goes on loading.
+        """
+        if load := self._loading.get(session_id):
+            load.cancel()
         if starting := self._starting.get(session_id):
             await starting.wait()
         if turn := self._turns.get(session_id):
@@ -94,6 +100,8 @@ class Conversations:
 
     async def close(self) -> None:
         """Interrupt all turns, saving what was delivered."""
+        for load in self._loading.values():
+            load.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(turn.interrupt() for turn in list(self._turns.values())))
 
@@ -135,11 +143,7 @@ class Conversations:
                     tokenizer=model.template.rendering,
                 )
                 parent_id = message.id
-            title = session.title or title_of(text)
-            if (title, model.id) != (session.title, session.model_id):
-                await self._store.update_session(
-                    session.user_id, session.id, title=title, model_id=model.id, touch=False
-                )
+            await self._store.settle_session(session.id, title=title_of(text), model_id=model.id)
             return parent_id
 
         return await self._reply(asked, model, composed, store_question)
@@ -160,11 +164,18 @@ class Conversations:
         return await self._reply(asked, model, composed, stored_question)
 
     async def _model_of(self, session: SessionRecord) -> LoadedModel:
-        """The model that the chat remembers, else the default."""
+        """The model that the chat remembers, else the default. Raises TurnStopped when `stop` ends the wait for it."""
+        load = self._loading[session.id] = asyncio.create_task(self._models.get(session.model_id))
         try:
-            return await self._models.get(session.model_id)
+            return await load
+        except asyncio.CancelledError:
+            if load.cancelled() and not _cancelled():
+                raise TurnStopped from None
+            raise
         except ModelUnavailable as error:
             raise ModelUnavailable(f"{error.message} Choose another model for this chat to go on.") from error
+        finally:
+            del self._loading[session.id]
 
     async def _reply(
         self,
@@ -229,6 +240,12 @@ def title_of(text: str) -> str:
     head = line[: TITLE_LENGTH - 1]
     words = head.rsplit(" ", 1)[0]
     return (words if len(words) > TITLE_LENGTH // 2 else head).rstrip() + "…"
+
+
+def _cancelled() -> bool:
+    """Whether somebody wants the running task itself to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @contextlib.contextmanager

@@ -72,6 +72,16 @@ class NothingToRetry(ChatError):
         super().__init__("There is no message to answer again in this chat; send one first.")
 
 
+class TurnStopped(ChatError):
+    """Somebody stopped the turn before it had begun; nothing of it was stored."""
+
+    code = "turn_stopped"
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__("You stopped this message while its model was loading; it was not sent.")
+
+
 class PromptTooLong(ChatError):
     """The conversation with the new message does not fit the model's context. `prompt_tokens` and `limit` in tokens.
 
@@ -129,6 +139,12 @@ class ModelUnavailable(ChatError):
     """A model that is known by name cannot be loaded now; the sentence is the engine's."""
 
     code = "model_unavailable"
+
+
+class ModelNotLoadable(ModelUnavailable):
+    """What was named as a further model is none, or none that can be served."""
+
+    code = "model_not_loadable"
 
 
 class InvalidText(ChatError):

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
 
 
 class EventStream(Response):
@@ -35,15 +39,14 @@ class EventStream(Response):
             gone.cancel()  # which abandons too: whatever ended the sending, nobody listens any more
 
 
-async def unless_gone(work: Awaitable[None], receive: Receive) -> bool:
-    """Wait for `work`, or for the client to go away: then False."""
+async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
+    """What `work` gives. Raises ClientDisconnect when the client goes away first, and cancels `work`."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_client_gone(receive))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            await task
-            return True
-        return False
+            return await task
+        raise ClientDisconnect
     finally:
         task.cancel()
         gone.cancel()

@@ -12,7 +12,16 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from chat.errors import ChatError, InvalidRequest, ModelNotFound, ModelUnavailable, NotReady, UnusableModel, check_text
+from chat.errors import (
+    ChatError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelNotLoadable,
+    ModelUnavailable,
+    NotReady,
+    UnusableModel,
+    check_text,
+)
 from chat.model import LoadedModel
 from chat.sampling import recommended
 from chat.templates import ChatTemplate
@@ -98,16 +107,19 @@ class Models:
     async def add(self, source: str, adapter: str = "") -> LoadedModel:
         """Load a model by its folder, hub id or .gguf file, and remember it.
 
-        Raises InvalidRequest, InvalidText, NotReady, ModelUnavailable, UnusableModel.
+        Raises InvalidRequest, InvalidText, NotReady, ModelNotLoadable, UnusableModel.
         """
         source, adapter = (_place(check_text(text, "model").strip()) for text in (source, adapter))
         if not source or "\0" in source + adapter:
             raise InvalidRequest("Name a model: a folder, a .gguf file, or a hub id such as owner/name.", "model")
         self._ready()
-        capabilities = await self._served("That model", source, adapter)
+        try:
+            capabilities = await self._served("That model", source, adapter)
+        except ModelUnavailable as error:
+            raise ModelNotLoadable(error.message) from error
         record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
         try:
-            return await self._files_of(record, capabilities)
+            return await self._kept(record, capabilities)
         except UnusableModel:
             if record.used_at == record.created_at:  # new, and of no use to anybody
                 await self._store.delete_model(record.id)
@@ -184,8 +196,15 @@ class Models:
 
     async def _load(self, record: ModelRecord) -> LoadedModel:
         capabilities = await self._served(f"The model {record.name!r}", record.source, record.adapter)
-        await self._store.touch_model(record.id)
-        return await self._files_of(record, capabilities)
+        return await self._kept(record, capabilities)
+
+    async def _kept(self, record: ModelRecord, capabilities: Capabilities) -> LoadedModel:
+        """The model with its files. Raises ModelNotFound when it was forgotten while it was loaded."""
+        loaded = await self._files_of(record, capabilities)
+        if not await self._store.touch_model(record.id):
+            self._read.pop(record.id, None)
+            raise ModelNotFound(record.name)
+        return loaded
 
     async def _served(self, what: str, source: str, adapter: str) -> Capabilities:
         try:

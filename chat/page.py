@@ -168,7 +168,8 @@ class ChatPage:
                 await self._service.send(user, chat, text, chosen)
             except Exception:
                 if was != chat:
-                    await self._service.delete_session(user, chat)
+                    with suppress(SessionNotFound):  # deleted in another tab meanwhile
+                        await self._service.delete_session(user, chat)
                 raise
             shown = await self._show(chat)
         except Exception as error:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from chat.completion import ApiTurn, Completions, Request
@@ -27,7 +27,7 @@ from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from engine.protocol import Snapshot
 from engine.state import EngineState
-from storage.errors import StorageError
+from storage.errors import StorageError, UnknownModel
 from storage.records import SessionRecord, SessionSummary, UserRecord
 from storage.store import Store
 
@@ -109,7 +109,7 @@ class ChatService:
     async def add_model(self, source: str, adapter: str = "") -> ModelView:
         """Load a model by its folder, hub id or .gguf file, and remember it; `status().loads` tells how far it is.
 
-        Raises InvalidRequest, InvalidText, NotReady, ModelUnavailable, UnusableModel.
+        Raises InvalidRequest, InvalidText, NotReady, ModelNotLoadable, UnusableModel.
         """
         added = await self._models.add(source, adapter)
         return await self._models.view(added.name)
@@ -122,7 +122,8 @@ class ChatService:
         """Hold the chat with another model from its next turn on. Raises SessionNotFound, ModelNotFound."""
         record = await self._owned(user_id, session_id)
         if record.model_id != await self._known_model(model_id):
-            await self._store.update_session(user_id, session_id, model_id=model_id, touch=False)
+            with _known_models():
+                await self._store.update_session(user_id, session_id, model_id=model_id, touch=False)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ class ChatService:
         """A new, empty chat, with the default model where none is chosen. Raises InvalidText, ModelNotFound."""
         prompt = _prompt_of(system_prompt or "")
         chosen = await self._known_model(model_id) if model_id else None
-        record = await self._store.create_session(user_id, system_prompt=prompt, model_id=chosen)
+        with _known_models():
+            record = await self._store.create_session(user_id, system_prompt=prompt, model_id=chosen)
         return self._session_view(record)
 
     async def set_system_prompt(self, user_id: str, session_id: str, system_prompt: str) -> None:
@@ -189,7 +191,7 @@ class ChatService:
         """Store the message and begin the reply. On an error nothing was stored.
 
         Raises EmptyMessage, InvalidText, NotReady, SessionNotFound, SessionBusy, PromptTooLong, TemplateError,
-        UnusableModel.
+        UnusableModel, ModelUnavailable, and TurnStopped when `stop` was called while the model was loading.
         """
         started = self._timer()
         if not text.strip():
@@ -211,7 +213,10 @@ class ChatService:
         return await self._conversations.carry_out(work())
 
     async def stop(self, user_id: str, session_id: str) -> None:
-        """End the running reply where it is; nothing happens when none runs. Raises SessionNotFound."""
+        """End the running reply where it is, or the wait for its model; nothing happens when none runs.
+
+        Raises SessionNotFound.
+        """
         await self._owned(user_id, session_id)
         await self._conversations.stop(session_id)
 
@@ -273,6 +278,14 @@ class ChatService:
         for session_id in session_ids:
             with contextlib.suppress(EngineUnavailable):  # a new engine process holds no blocks of it
                 await self._engine.drop(session_id)
+
+
+@contextlib.contextmanager
+def _known_models() -> Iterator[None]:
+    try:
+        yield
+    except UnknownModel as error:  # forgotten a moment ago
+        raise ModelNotFound(error.model_id) from None
 
 
 def _prompt_of(text: str) -> str:

@@ -33,9 +33,10 @@ def list_models(db: Session) -> list[ModelRecord]:
     return [ModelRecord(**row._mapping) for row in db.execute(statement)]
 
 
-def touch_model(db: Session, model_id: str, now: float) -> None:
-    """Note that it is used `now`."""
-    db.execute(update(ModelRow).where(ModelRow.id == model_id).values(used_at=now))
+def touch_model(db: Session, model_id: str, now: float) -> bool:
+    """Note that it is used `now`; False when there is none."""
+    statement = update(ModelRow).where(ModelRow.id == model_id).values(used_at=now)
+    return db.execute(statement).rowcount > 0  # type: ignore[attr-defined,no-any-return]
 
 
 def chats_of(db: Session, model_id: str) -> int:

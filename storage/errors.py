@@ -106,6 +106,14 @@ class UnknownMessage(StorageError):  # noqa: N818
         self.message_id = message_id
 
 
+class UnknownModel(StorageError):  # noqa: N818
+    """No model has this id."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"no model {model_id!r}; it may have been forgotten")
+        self.model_id = model_id
+
+
 class InvalidText(StorageError):  # noqa: N818
     """A text with a lone surrogate: it has no UTF-8 form, so no file, tokenizer or page could hold it."""
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 from sqlalchemy import delete, select, tuple_, update
 from sqlalchemy.orm import Session
 
-from storage.errors import UnknownMessage
-from storage.models import MessageRow, SessionRow, UserRow
+from storage.errors import UnknownMessage, UnknownModel
+from storage.models import MessageRow, ModelRow, SessionRow, UserRow
 from storage.records import Origin, SessionRecord, SessionSummary, UserRecord, UserRole, new_id
 
 LOCAL_ADMIN = "local"
@@ -39,7 +39,8 @@ def implicit_admin(db: Session, now: float) -> UserRecord:
 
 
 def insert_session(db: Session, record: SessionRecord) -> SessionRecord:
-    """Store a new session as it is in `record`."""
+    """Store a new session as it is in `record`. Raises UnknownModel."""
+    _require_model(db, record.model_id)
     db.add(
         SessionRow(
             id=record.id,
@@ -85,7 +86,10 @@ def list_sessions(
 
 
 def change_session(db: Session, user_id: str, session_id: str, changes: dict[str, Any]) -> SessionRecord | None:
-    """Set these columns; None when the session is not this user's. A new leaf must be a message of the session."""
+    """Set these columns; None when the session is not this user's. A new leaf must be a message of the session.
+
+    Raises UnknownMessage, UnknownModel.
+    """
     if not owned_session_id(db, user_id, session_id):
         return None
     leaf_id = changes.get("leaf_id")
@@ -93,9 +97,22 @@ def change_session(db: Session, user_id: str, session_id: str, changes: dict[str
         home = db.scalar(select(MessageRow.session_id).where(MessageRow.id == leaf_id))
         if home != session_id:
             raise UnknownMessage(leaf_id, session_id)
+    _require_model(db, changes.get("model_id"))
     if changes:
         db.execute(update(SessionRow).where(SessionRow.id == session_id).values(**changes))
     return find_session(db, user_id, session_id)
+
+
+def settle_session(db: Session, session_id: str, title: str, model_id: str) -> None:
+    """Give the session this title and this model where it has none yet; a model that is forgotten counts as none."""
+    here, known = SessionRow.id == session_id, select(ModelRow.id).where(ModelRow.id == model_id).scalar_subquery()
+    db.execute(update(SessionRow).where(here, SessionRow.title == "").values(title=title))
+    db.execute(update(SessionRow).where(here, SessionRow.model_id.is_(None)).values(model_id=known))
+
+
+def _require_model(db: Session, model_id: str | None) -> None:
+    if model_id is not None and db.get(ModelRow, model_id) is None:
+        raise UnknownModel(model_id)
 
 
 def delete_sessions(db: Session, session_ids: Sequence[str]) -> None:

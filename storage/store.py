@@ -106,7 +106,7 @@ class Store:
         expires_at: float | None = None,
         model_id: str | None = None,
     ) -> SessionRecord:
-        """A new, empty session of this user."""
+        """A new, empty session of this user. Raises UnknownModel."""
         now = self._clock()
         record = SessionRecord(
             id=new_id(),
@@ -154,7 +154,7 @@ class Store:
     ) -> SessionRecord | None:
         """Change what is given, and move the session to the top of the list if `touch`; the session as it is now.
 
-        None when it is not this user's. UnknownMessage when `leaf_id` is no message of the session.
+        None when it is not this user's. UnknownMessage when `leaf_id` is no message of the session; UnknownModel.
         """
         given = {
             "title": title,
@@ -174,6 +174,10 @@ class Store:
             return session
 
         return await self._write(work)
+
+    async def settle_session(self, session_id: str, *, title: str, model_id: str) -> None:
+        """Give the session this title and this model where it has none yet; a forgotten model counts as none."""
+        await self._write(lambda db: sessions.settle_session(db, session_id, title, model_id))
 
     async def delete_session(self, user_id: str, session_id: str) -> bool:
         """Delete the session with all that belongs to it; False when it is not this user's.
@@ -211,10 +215,10 @@ class Store:
         """All models that were loaded once, the last used first."""
         return await self._read(catalog.list_models)
 
-    async def touch_model(self, model_id: str) -> None:
-        """Note that a model is used now."""
+    async def touch_model(self, model_id: str) -> bool:
+        """Note that a model is used now; False when there is no such model."""
         now = self._clock()
-        await self._write(lambda db: catalog.touch_model(db, model_id, now))
+        return await self._write(lambda db: catalog.touch_model(db, model_id, now))
 
     async def chats_of_model(self, model_id: str) -> int:
         """How many chats of the page are held with a model."""

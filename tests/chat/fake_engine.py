@@ -46,6 +46,8 @@ class FakeEngine:
         self.config = EngineConfig(cache_dir="", model="smollm2")
         self.others: dict[str, Capabilities | str] = {}  # further models by source; a text is why one is refused
         self.loaded: list[tuple[str, str | None, str]] = []
+        self.load_begun, self.load_gate = asyncio.Event(), asyncio.Event()  # each load waits for the gate
+        self.load_gate.set()
         self.served = {self.capabilities.fingerprint}
         self.submits: list[Submit] = []
         self.cancelled: list[str] = []
@@ -72,6 +74,8 @@ class FakeEngine:
 
     async def load(self, model: str, adapter: str | None = None, dtype: str = "auto") -> Capabilities:
         self.loaded.append((model, adapter, dtype))
+        self.load_begun.set()
+        await self.load_gate.wait()
         found = self.others.get(f"{model}+{adapter}" if adapter else model, f"no model {model!r}")
         if isinstance(found, str):
             raise ModelLoadError(found)

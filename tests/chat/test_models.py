@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -9,13 +10,26 @@ import httpx
 import msgspec
 import pytest
 
-from chat.errors import InvalidRequest, InvalidText, ModelNotFound, ModelUnavailable, NotReady, UnusableModel
+from chat.completion import Request
+from chat.errors import (
+    InvalidRequest,
+    InvalidText,
+    ModelNotFound,
+    ModelNotLoadable,
+    ModelUnavailable,
+    NotReady,
+    TurnStopped,
+    UnusableModel,
+)
 from chat.service import ChatService
+from chat.templates import Entry
+from chat.views import ModelView, TurnOptions
 from engine.protocol import Capabilities
 from engine.state import EngineState
 from storage.store import Store
 from tests.chat.fake_engine import FakeEngine
 from tests.chat.serving import serving
+from tests.chat.whole import whole
 
 
 @pytest.fixture
@@ -107,8 +121,8 @@ async def test_a_chosen_model_must_exist(service, other):
         (" \n", InvalidRequest, "Name a model"),
         ("a\0b", InvalidRequest, "Name a model"),
         ("half \ud800", InvalidText, "U\\+D800"),
-        ("/models/damaged", ModelUnavailable, "no config.json in /models/damaged"),
-        ("/models/none", ModelUnavailable, "no model '/models/none'"),
+        ("/models/damaged", ModelNotLoadable, "no config.json in /models/damaged"),
+        ("/models/none", ModelNotLoadable, "no model '/models/none'"),
     ],
 )
 async def test_what_cannot_be_loaded_is_not_remembered(service, other, source, error, words):
@@ -208,3 +222,134 @@ async def test_clients_name_the_model_they_want(service, engine, store: Store, o
         assert record is not None
         remembered.append(names[record.model_id or ""])
     assert sorted(remembered) == ["fake-smollm2", "other"]
+
+
+# --- what happens while a message waits for its model -----------------------------------------------------------------
+
+
+@pytest.fixture
+async def waiting(service: ChatService, engine: FakeEngine, other: Capabilities) -> str:
+    """A new chat of a model that is known, not served, and will be loaded as soon as the gate opens."""
+    added = await service.add_model("/models/other")
+    engine.served.discard(other.fingerprint)
+    engine.load_begun.clear()
+    engine.load_gate.clear()
+    return (await service.create_session(service.user.id, model_id=added.id)).id
+
+
+async def sending(service: ChatService, engine: FakeEngine, chat: str) -> asyncio.Task[None]:
+    """A message that waits for its model now."""
+    task = asyncio.create_task(say(service, chat, "one"))
+    await engine.load_begun.wait()
+    return task
+
+
+async def test_stop_ends_the_wait_for_a_model_at_once_and_nothing_is_stored(service, engine, store, waiting):
+    task = await sending(service, engine, waiting)
+    assert (await service.session(service.user.id, waiting)).running
+    await service.stop(service.user.id, waiting)
+    with pytest.raises(TurnStopped, match="You stopped this message while its model was loading"):
+        await task
+    detail = await service.session(service.user.id, waiting)
+    assert (detail.running, detail.messages, detail.title) == (False, (), "")
+    engine.load_gate.set()
+    await say(service, waiting, "two")
+    assert [message.text for message in (await service.session(service.user.id, waiting)).messages] == ["two", "Fine."]
+
+
+async def test_a_chat_can_be_deleted_while_its_model_loads(service, engine, waiting):
+    task = await sending(service, engine, waiting)
+    await service.delete_session(service.user.id, waiting)
+    with pytest.raises(TurnStopped):
+        await task
+    assert await service.sessions(service.user.id) == []
+
+
+async def test_the_service_closes_while_a_model_loads(service, engine, waiting):
+    task = await sending(service, engine, waiting)
+    await service.close()
+    with pytest.raises(TurnStopped):
+        await task
+
+
+async def test_a_title_and_a_model_chosen_meanwhile_stay(service, engine, waiting):
+    default = next(model for model in await service.models() if model.default)
+    task = await sending(service, engine, waiting)
+    await service.rename(service.user.id, waiting, "mine")
+    await service.choose_model(service.user.id, waiting, default.id)
+    engine.load_gate.set()
+    await task
+    detail = await service.session(service.user.id, waiting)
+    assert (detail.title, detail.model_id) == ("mine", default.id)
+    assert [message.text for message in detail.messages] == ["one", "Fine."]
+
+
+async def test_nothing_of_a_message_is_stored_whose_model_is_forgotten_meanwhile(service, engine, store, waiting):
+    default = next(model for model in await service.models() if model.default)
+    task = await sending(service, engine, waiting)
+    forgotten = (await service.session(service.user.id, waiting)).model_id
+    await service.choose_model(service.user.id, waiting, default.id)
+    await service.forget_model(forgotten)
+    engine.load_gate.set()
+    with pytest.raises(ModelNotFound, match="'other'"):
+        await task
+    assert (await service.session(service.user.id, waiting)).messages == ()
+    assert [model.name for model in await service.models()] == ["fake-smollm2"]
+    with pytest.raises(ModelNotFound):
+        await service._models.get(forgotten)
+    await say(service, waiting, "two")
+
+
+async def test_a_client_whose_model_is_forgotten_meanwhile_is_told(service, engine, store, other):
+    added = await service.add_model("/models/other")
+    model = await service._models.get(added.id)
+    await store.delete_model(added.id)
+    request = Request((Entry("user", "hi"),), TurnOptions(), 0.0)
+    with pytest.raises(ModelNotFound, match="'other'"):
+        await service._completions.begin(service.user, model, request)
+    assert await store.sessions(service.user.id, origin="api") == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_while_a_model_loads_is_noticed(service, engine, store, waiting, stream):
+    left = asyncio.Event()
+
+    async def load(*_: object) -> Capabilities:
+        engine.load_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+        raise AssertionError("nobody opens this gate")
+
+    engine.load = load
+    body = {"model": "other", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    async with serving(service) as url, httpx.AsyncClient(base_url=url) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await engine.load_begun.wait()
+        asking.cancel()
+        await left.wait()
+    assert engine.submits == []
+    assert await store.sessions(service.user.id, origin="api") == []
+
+
+async def test_a_wrong_name_is_the_mistake_of_whoever_gave_it(service, other):
+    async with whole(service) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post("/page/models", json={"source": "/models/none"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "model_not_loadable")
+
+
+async def test_a_model_forgotten_a_moment_ago_is_said_to_be_none(service, store, other, monkeypatch):
+    added = await service.add_model("/models/other")
+    chat = await service.create_session(service.user.id)
+    known = await service.models()
+    await store.delete_model(added.id)
+
+    async def before() -> list[ModelView]:
+        return known
+
+    monkeypatch.setattr(service._models, "views", before)
+    with pytest.raises(ModelNotFound):
+        await service.choose_model(service.user.id, chat.id, added.id)
+    with pytest.raises(ModelNotFound):
+        await service.create_session(service.user.id, model_id=added.id)

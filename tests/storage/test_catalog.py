@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from storage import Store
+from storage.errors import UnknownModel
 from tests.storage.conftest import Clock
 
 
@@ -49,3 +52,35 @@ async def test_a_session_remembers_its_model_until_that_is_forgotten(store: Stor
         record = await store.session(user.id, session_id)
         assert record is not None
         assert record.model_id is None
+
+
+async def test_a_session_takes_a_title_and_a_model_where_it_has_none(store: Store) -> None:
+    user = await store.implicit_admin()
+    one, two = [(await store.save_model(name=name, source=name)).id for name in ("one", "two")]
+    for given, kept in (
+        (("", None), ("first", one)),
+        (("mine", None), ("mine", one)),
+        (("", two), ("first", two)),
+        (("mine", two), ("mine", two)),
+    ):
+        session = await store.create_session(user.id, title=given[0], model_id=given[1])
+        await store.settle_session(session.id, title="first", model_id=one)
+        record = await store.session(user.id, session.id)
+        assert record is not None
+        assert (record.title, record.model_id, record.updated_at) == (*kept, session.updated_at)
+    session = await store.create_session(user.id)
+    await store.settle_session(session.id, title="first", model_id="forgotten")
+    record = await store.session(user.id, session.id)
+    assert record is not None
+    assert (record.title, record.model_id) == ("first", None)
+
+
+async def test_a_model_that_is_not_there_is_named(store: Store) -> None:
+    user = await store.implicit_admin()
+    session = await store.create_session(user.id)
+    with pytest.raises(UnknownModel, match="'gone'"):
+        await store.create_session(user.id, model_id="gone")
+    with pytest.raises(UnknownModel, match="'gone'"):
+        await store.update_session(user.id, session.id, model_id="gone", title="changed")
+    assert [(each.id, each.title) for each in await store.sessions(user.id)] == [(session.id, "")]
+    assert not await store.touch_model("gone")
