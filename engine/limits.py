@@ -21,16 +21,25 @@ SAMPLING = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What the model and the pool can hold, in tokens and blocks."""
+    """What the model and the pool can hold, in tokens and blocks.
+
+    The pool has `total_blocks` now, and at most `most_blocks` when other models give way.
+    """
 
     context_length: int
     vocab_size: int
     block_size: int
     total_blocks: int
+    most_blocks: int
 
     def max_tokens(self, submit: Submit) -> int:
         """How long a reply may get: what was asked for, and no longer than the context."""
         return min(submit.max_tokens, self.context_length - len(submit.token_ids))
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the pool would be larger if other models gave way."""
+        return self.total_blocks < self.most_blocks
 
     @property
     def pool_full(self) -> str:
@@ -54,10 +63,11 @@ class Limits:
                 "reply. Shorten the prompt or start a new chat"
             )
         blocks = -(-length // self.block_size)
-        if blocks > self.total_blocks:
+        most = max(self.total_blocks, self.most_blocks)
+        if blocks > most:
             return "never_fits", (
-                f"the prompt has {length} tokens and needs {blocks} blocks; the pool holds {self.total_blocks} "
-                f"({self.total_blocks * self.block_size} tokens). Shorten the prompt or raise device_kv"
+                f"the prompt has {length} tokens and needs {blocks} blocks; the pool holds {most} "
+                f"({most * self.block_size} tokens). Shorten the prompt or raise device_kv"
             )
         return None
 

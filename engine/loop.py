@@ -45,6 +45,7 @@ from engine.protocol import (
 from engine.residents import Found, Residents, Wanted
 
 COMMANDS = [command.__name__ for command in (Load, Submit, Cancel, Drop, Estimate, GetSnapshot, Check)]
+STUCK_SECONDS = 0.02  # until requests that wait for others look again
 
 log = logging.getLogger(__name__)
 Send = Callable[[Sequence[Event]], None]
@@ -66,6 +67,7 @@ class Engine:
         self._send = send
         self._clock = clock
         self._stopping = False
+        self._stuck = False  # requests wait for others that hold the room they need
         self._finding = threading.Lock()  # one model's files at a time: two loads of one model convert it once
 
     def run(self) -> None:
@@ -95,7 +97,7 @@ class Engine:
         progress = self._progress("")
         found = self._residents.find(Wanted(config.model, config.adapter, config.dtype), progress)
         served = self._residents.bring(found, progress)
-        self._send([Ready(capabilities=served.capabilities(COMMANDS))])
+        self._send([Ready(capabilities=served.capabilities(found.prepared, COMMANDS))])
 
     def _progress(self, call_id: str) -> Progress:
         def tell(stage: str, done: int, total: int) -> None:
@@ -126,27 +128,37 @@ class Engine:
             return LoadRefused(call_id=call_id, message=str(error))
         except Exception as error:
             return LoadRefused(call_id=call_id, message=str(_unexpected(prepared.load.model, error)))
-        return Loaded(call_id=call_id, capabilities=served.capabilities(COMMANDS))
+        return Loaded(call_id=call_id, capabilities=served.capabilities(prepared.result.prepared, COMMANDS))
 
     # --- serving ----------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         """Handle every command that has arrived; wait for one only when there is nothing to run."""
-        block = all(served.scheduler.idle for served in self._residents)
+        idle = all(served.scheduler.idle for served in self._residents)
+        block, seconds = idle or self._stuck, None if idle else STUCK_SECONDS
         while not self._stopping:
             try:
-                command = self.inbox.get(block=block)
+                command = self.inbox.get(block, seconds)
             except queue.Empty:
                 return
             block = False
             events = self._handle(command)
+            for served in self._residents:  # another's coming may have cost it something
+                events += served.scheduler.take_events()
             if events:
                 self._send(events)
 
     def _step(self) -> None:
-        """One pass of every model that has work."""
+        """One pass of every model that has work, each with what the others can spare where it has not enough."""
+        self._stuck = True
         for served in self._residents:
-            if not self._stopping and not served.scheduler.idle and (events := served.step()):
+            if self._stopping or served.scheduler.idle:
+                continue
+            if served.needed_bytes > served.pool_bytes:
+                self._residents.settle(served)
+            events = served.step()
+            self._stuck = self._stuck and events is None
+            if events:
                 self._send(events)
 
     def _handle(self, command: Command | _Prepared) -> list[Event]:
@@ -185,9 +197,10 @@ class Engine:
             message = "the model of this chat is not loaded; load it and try again"
             return [Rejected(request_id=submit.request_id, code="no_model", message=message, retryable=True)]
         try:
-            self._residents.use(served, self._progress(""))
-        except ModelLoadError as error:
-            return [Rejected(request_id=submit.request_id, code="no_model", message=str(error), retryable=True)]
+            self._residents.use(served, lambda *_: None)
+        except Exception as error:
+            told = error if isinstance(error, ModelLoadError) else _unexpected(served.loaded.prepared.name, error)
+            return [Rejected(request_id=submit.request_id, code="no_model", message=str(told), retryable=True)]
         return served.scheduler.submit(submit)
 
     def _drop(self, drop: Drop) -> list[Event]:

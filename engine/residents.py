@@ -16,13 +16,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
-from engine.model import loading, memory, sources
+from engine.model import kinds, loading, memory, sources
 from engine.model.choices import recorded_dtype
-from engine.served import Measures, ServedModel, contents
+from engine.model.folders import read_configuration
+from engine.served import MIN_BLOCKS, Measures, ServedModel, contents, lacks_memory
 from engine.shares import split, usual_bytes
 from engine.words import size
 
-MIN_BLOCKS = 2
 WEIGHTS_MARGIN = 256 * 2**20  # beside the weights themselves: activations, and what other programs need meanwhile
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """The same as files, ready to be loaded as `dtype` on the engine's device."""
+    """What was `wanted` as files, ready to be loaded as `dtype` on the engine's device."""
 
+    wanted: Wanted
     prepared: sources.PreparedModel
     dtype: str
 
@@ -52,6 +53,7 @@ class Residents:
         self._config = config
         self._clock = clock
         self._models: dict[str, ServedModel] = {}  # the one used last at the end
+        self._found: dict[str, Found] = {}  # where the weights of each are read again
         self._auto_budget = 0
         self._first = ""
 
@@ -78,7 +80,7 @@ class Residents:
         dtype = recorded_dtype(cache_dir, wanted.model, self._config.device, wanted.dtype)
         _, kind = loading.choose(self._config.device, dtype)
         prepared = sources.prepare(wanted.model, cache_dir, progress, adapter=wanted.adapter, dtype=kind)
-        return Found(prepared, dtype)
+        return Found(wanted, prepared, dtype)
 
     def bring(self, found: Found, progress: sources.Progress) -> ServedModel:
         """Load it, check it and give it its share; or find it here already. Raises `ModelLoadError`."""
@@ -88,25 +90,23 @@ class Residents:
             progress("checking attention", 0, 0)
             measures = Measures.of(loaded, self._config.block_size)
             served = self._models.get(measures.fingerprint)
-            if served is not None:  # other files, the same contents
+            if served is not None:  # another folder with the same weights
                 served.attach(loaded)
             else:
                 served = self._admit(loaded, measures)
+        self._found[served.fingerprint] = found
         self.use(served, progress)
         return served
 
     def use(self, served: ServedModel, progress: sources.Progress) -> None:
-        """Make it the one used last: with its weights in memory, and at least half of the budget if it had less.
+        """Make it the one used last, with its weights in memory and its share of the budget.
 
-        Raises `ModelLoadError` when its weights cannot be read again.
+        Raises `ModelLoadError` when its weights cannot be read again, or are no longer the same.
         """
         if not served.has_weights:
-            served.attach(self._load(Found(served.loaded.prepared, _name(served.loaded.dtype)), progress))
-        if next(reversed(self._models), None) == served.fingerprint:
-            return
+            served.attach(self._load(self._found[served.fingerprint], progress))
         self._models[served.fingerprint] = self._models.pop(served.fingerprint)
-        if served.pool_bytes < self.budget // 2:
-            self._rebalance(served)
+        self.settle(served)
 
     # --- room -------------------------------------------------------------------------------------------------------
 
@@ -115,19 +115,48 @@ class Residents:
         total = sum(served.pool_bytes for served in self)
         return [f"the pools take {total} bytes of a budget of {self.budget}"] if total > self.budget else []
 
+    def settle(self, served: ServedModel) -> None:
+        """Give `served` what the others can spare now; where memory is short, it goes on with what it has."""
+        others = [other for other in reversed(list(self)) if other is not served]
+        kept, share = split(self.budget, [other.holding for other in others], served.needed_bytes)
+        if share // served.measures.block_bytes <= served.pool_bytes // served.measures.block_bytes:
+            return
+        for other, keep in zip(others, kept, strict=True):
+            self._resize(other, min(keep, other.pool_bytes))
+        self._resize(served, self.budget - sum(other.pool_bytes for other in others))
+
+    def _resize(self, served: ServedModel, size: int) -> None:
+        try:
+            served.resize(size // served.measures.block_bytes)
+        except (MemoryError, RuntimeError) as error:
+            if not lacks_memory(error):
+                raise
+            log.warning("the cache of %s stays as it is: %s", served.loaded.prepared.name, error)
+
     def _same(self, found: Found) -> ServedModel | None:
-        """The served model of the same files' contents in the same dtype: its weights need not be read to know it."""
+        """The served model of these very files, whose contents are as they were: they need not be read to know it."""
         _, kind = loading.choose(self._config.device, found.dtype)
         for served in self:
-            if served.loaded.dtype == kind and served.contents == contents(found.prepared):
+            known = (served.loaded.prepared, served.loaded.dtype, served.contents)
+            if known == (found.prepared, kind, contents(found.prepared)):
                 return served
         return None
 
     def _load(self, found: Found, progress: sources.Progress) -> loading.LoadedModel:
+        """The weights that were found, and no others that have come in their place meanwhile."""
+        prepared = found.prepared
         target, kind = loading.choose(self._config.device, found.dtype)
-        self._make_room_for_weights(found.prepared, kind, target)
+        self._make_room_for_weights(prepared, kind, target)
         progress("loading weights", 0, 0)
-        return loading.load(found.prepared, self._config.device, found.dtype, self._config.context)
+        context = self._config.context
+        if context is not None and self._models:  # the setting is for the model that it was chosen for
+            config = kinds.text_config(read_configuration(prepared.path))
+            context = min(context, loading.longest_context(prepared.name, config))
+        loaded = loading.load(prepared, self._config.device, found.dtype, context)
+        of_the_hub = sources.locate(found.wanted.model).path is None  # a fetched version never changes
+        if not of_the_hub and self.find(found.wanted, lambda *_: None).prepared.digest != prepared.digest:
+            raise ModelLoadError(f"the files of {prepared.name} have changed since they were looked at: load it again")
+        return loaded
 
     def _make_room_for_weights(self, prepared: sources.PreparedModel, dtype: torch.dtype, device: torch.device) -> None:
         """Unload who is idle, the least recently used first, until there is room. Raises `ModelLoadError`."""
@@ -144,7 +173,7 @@ class Residents:
             )
 
     def _admit(self, loaded: loading.LoadedModel, measures: Measures) -> ServedModel:
-        """A newcomer: the others shrink, and it gets the rest. Raises `ModelLoadError`."""
+        """A newcomer: the others shrink, and it gets the rest. Raises `ModelLoadError`; then they have it back."""
         if self._config.device_kv is None:
             free = memory.available(loaded.device)
             usual = usual_bytes(measures.context_length, self._config.block_size, measures.block_bytes, free)
@@ -155,34 +184,27 @@ class Residents:
                 f"device_kv of {size(self.budget)} is too small for {loaded.prepared.name}, which needs at least "
                 f"{size(least)}: choose a larger device_kv"
             )
-        share = self._shrink_others(None)
-        if share < least:
-            raise ModelLoadError(
-                f"the replies being written leave {loaded.prepared.name} no room in the cache of "
-                f"{size(self.budget)}: wait for them, or choose a larger device_kv"
-            )
-        served = ServedModel(loaded, measures, share // measures.block_bytes, self._config, self._clock)
+        others = list(reversed(list(self)))
+        kept, _ = split(self.budget, [other.holding for other in others], least)
+        for other, keep in zip(others, kept, strict=True):
+            self._resize(other, min(keep, other.pool_bytes))
+        share = self.budget - sum(other.pool_bytes for other in others)
+        try:
+            if share < least:
+                raise ModelLoadError(
+                    f"the replies being written leave {loaded.prepared.name} no room in the cache of "
+                    f"{size(self.budget)}: wait for them, or choose a larger device_kv"
+                )
+            served = ServedModel(loaded, measures, share // measures.block_bytes, self._config, self._clock)
+        except BaseException:
+            if others:
+                self.settle(others[0])
+            raise
         self._first = self._first or served.fingerprint
-        self._models = {served.fingerprint: served, **self._models}  # `use` makes it the last one
+        self._models[served.fingerprint] = served
+        for each in self:
+            each.allow(self.budget)
         return served
-
-    def _rebalance(self, served: ServedModel) -> None:
-        """Give `served` what the others can spare; where memory is short just now, it goes on with what it has."""
-        share = self._shrink_others(served)
-        if share > served.pool_bytes:
-            try:
-                served.resize(share // served.measures.block_bytes)
-            except (MemoryError, RuntimeError) as error:
-                log.warning("the cache of %s could not grow: %s", served.loaded.prepared.name, error)
-
-    def _shrink_others(self, active: ServedModel | None) -> int:
-        """Take from all but `active` what is not theirs to keep; the bytes of the budget that are then left."""
-        others = [served for served in reversed(list(self)) if served is not active]
-        kept, _ = split(self.budget, [served.holding for served in others])
-        for served, keep in zip(others, kept, strict=True):
-            if keep < served.pool_bytes:
-                served.resize(keep // served.measures.block_bytes)
-        return self.budget - sum(served.pool_bytes for served in others)
 
 
 def release_memory(device: torch.device) -> None:

@@ -47,7 +47,8 @@ class Scheduler:
             raise ValueError(f"max_batch_tokens is {max_batch_tokens}; it must be at least 1")
         self.context_length, self.max_batch_tokens = context_length, max_batch_tokens
         self._manager, self._clock = manager, clock
-        self._limits = Limits(context_length, vocab_size, manager.block_size, manager.total_blocks)
+        blocks = manager.total_blocks
+        self._limits = Limits(context_length, vocab_size, manager.block_size, blocks, blocks)
         self._requests: dict[str, Request] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -94,6 +95,20 @@ class Scheduler:
     def estimate(self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0) -> int:
         """How many of these tokens a request would find in the pool now. Changes nothing."""
         return self._manager.match(Scope("", salt, shared_len), token_ids).reused
+
+    def allow(self, blocks: int) -> None:
+        """The pool may come to have so many blocks: a request that needs no more can wait for them."""
+        self._limits = replace(self._limits, most_blocks=blocks)
+
+    @property
+    def needed_blocks(self) -> int:
+        """Blocks that it takes for running sequences to get their next token, and for the first in the line to run."""
+        count = self._manager.blocks_for
+        needed = self._manager.leased_blocks
+        needed += sum(max(0, count(len(s.token_ids)) - len(s.held.blocks)) for s in self._running)
+        if self._waiting:
+            needed += count(len(self._waiting[0].token_ids)) + bool(self._running)
+        return min(needed, max(self._limits.total_blocks, self._limits.most_blocks))
 
     def resize(self, blocks: int, move: Callable[[int, Mapping[int, int]], None]) -> None:
         """Go on with `blocks` blocks: idle ones go where they are too many, `move` (`KVPool.resize`) carries the rest.
@@ -210,10 +225,10 @@ class Scheduler:
         self._budget -= len(token_ids)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Room for the sequence's next token. False when it had to step back, or to end because it runs alone."""
+        """Room for the sequence's next token. False when it had to step back, or to end because it has all there is."""
         while not self._manager.extend(sequence.held, len(sequence.token_ids)):
             newest = self._running[-1]
-            if len(self._running) == 1:
+            if len(self._running) == 1 and not self._limits.may_grow:
                 self._finish(sequence, "length", self._limits.pool_full)
             else:
                 self._preempt(newest)
@@ -240,7 +255,7 @@ class Scheduler:
             spare = 1 if self._running else 0
             lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
             self._admitting = None
-            if lease is None and self._running:
+            if lease is None and (self._running or self._limits.may_grow):
                 return
             self._waiting.remove(sequence)
             if lease is None:

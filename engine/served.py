@@ -25,6 +25,7 @@ from engine.protocol import Capabilities, Event, ModelUsage, Rejected, Submit
 from engine.scheduler import Scheduler
 from engine.shares import Holding
 
+MIN_BLOCKS = 2
 WARM_UP_TOKENS = 64
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -75,6 +76,7 @@ class ServedModel:
             copy_tokens=self.runner.copy_tokens,
         )
         self._manager = manager
+        self.most_blocks = blocks
         self.scheduler = Scheduler(
             manager,
             context_length=measures.context_length,
@@ -97,18 +99,23 @@ class ServedModel:
         return self._manager.total_blocks * self.measures.block_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes of the pool that it takes to get on with its requests."""
+        return max(MIN_BLOCKS, self.scheduler.needed_blocks) * self.measures.block_bytes
+
+    @property
     def holding(self) -> Holding:
         """Bytes of its blocks in use, and of those that requests lease; while it works, it uses all that it has."""
         leased = self._manager.leased_blocks
-        used = len(self._manager.blocks) if self.scheduler.idle else self._manager.total_blocks
+        used = self._manager.total_blocks if leased else len(self._manager.blocks)
         return Holding(used * self.measures.block_bytes, leased * self.measures.block_bytes)
 
-    def capabilities(self, commands: list[str]) -> Capabilities:
-        """What the web side is told of it."""
+    def capabilities(self, prepared: PreparedModel, commands: list[str]) -> Capabilities:
+        """What the web side is told of it, under the name and with the tokenizer of `prepared`."""
         loaded, measures = self.loaded, self.measures
         return Capabilities(
-            model_name=loaded.prepared.name,
-            model_path=str(loaded.prepared.path),
+            model_name=prepared.name,
+            model_path=str(prepared.path),
             fingerprint=measures.fingerprint,
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -117,7 +124,7 @@ class ServedModel:
             vocab_size=measures.vocab_size,
             eos_ids=loading.eos_ids(loaded),
             block_size=self._pool.block_size,
-            total_blocks=self._manager.total_blocks,
+            total_blocks=self.most_blocks,
             kv_bytes_per_token=measures.shape.bytes_per_token(loaded.dtype),
             threads=torch.get_num_threads(),
             commands=commands,
@@ -152,6 +159,11 @@ class ServedModel:
         self.loaded = loaded
         self.runner.module = loaded.module
 
+    def allow(self, budget: int) -> None:
+        """All models' pools may have `budget` bytes together: no more than that can ever be this one's."""
+        self.most_blocks = budget // self.measures.block_bytes
+        self.scheduler.allow(self.most_blocks)
+
     def resize(self, blocks: int) -> None:
         """Another size of the pool, with what is in it as far as that fits. Raises what torch raises for memory."""
         if blocks != self._manager.total_blocks:
@@ -159,8 +171,8 @@ class ServedModel:
 
     # --- work -------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Event]:
-        """One forward pass, and what came of it. Raises when the books themselves are wrong."""
+    def step(self) -> list[Event] | None:
+        """One forward pass, and what came of it; None when nothing can run. Raises when the books are wrong."""
         try:
             batch = self.scheduler.schedule()
             sampled = self.runner.run(batch) if batch is not None else []
@@ -170,7 +182,9 @@ class ServedModel:
             if not any(isinstance(event, Rejected) for event in events):
                 raise  # no request can be blamed, so the books are wrong: start again with new ones
             return events
-        return self.scheduler.commit(batch, sampled) if batch is not None else self.scheduler.take_events()
+        if batch is not None:
+            return self.scheduler.commit(batch, sampled)
+        return self.scheduler.take_events() or None
 
     def _warm_up(self) -> None:
         """A real request through every part, so that no person pays for the first one; it leaves nothing behind."""
@@ -192,9 +206,15 @@ def contents(prepared: PreparedModel) -> tuple[str, bytes]:
     return prepared.digest, (prepared.path / "config.json").read_bytes()
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an error of torch's, of whatever type, says that there is no memory."""
+    said = str(error)
+    return isinstance(error, MEMORY_ERRORS) or "not enough memory" in said or "can't allocate memory" in said
+
+
 def _sentence(error: Exception) -> str:
     """Why a step failed, for people."""
-    if isinstance(error, MEMORY_ERRORS) or "not enough memory" in str(error) or "can't allocate memory" in str(error):
+    if lacks_memory(error):
         return (
             "there was not enough memory to compute this reply. Close other programs or choose a smaller device_kv, "
             "then try again"

@@ -16,13 +16,14 @@ class Holding:
     leased_bytes: int
 
 
-def split(budget: int, others: Sequence[Holding]) -> tuple[list[int], int]:
+def split(budget: int, others: Sequence[Holding], needed: int = 0) -> tuple[list[int], int]:
     """What the `others` keep of `budget` bytes, the most recently used first, and what is left for the model in use.
 
     The others keep what they have used, up to half the budget for all of them together, so that a chat finds its cache
-    again after an hour with another model; running requests keep what they lease whatever that makes.
+    again after an hour with another model; less where the model in use has `needed` more. Running requests keep what
+    they lease whatever that makes.
     """
-    spare = budget // 2
+    spare = max(0, min(budget // 2, budget - needed))
     kept = []
     for holding in others:
         keep = max(holding.leased_bytes, min(holding.used_bytes, spare))

@@ -117,7 +117,7 @@ class BlockManager:
         found = [*match.full, match.tail] if match.tail is not None else list(match.full)
         kept = found if match.adopt else list(match.full)
         fresh = self.blocks_for(length) - len(kept)
-        if fresh + spare > self._room() - sum(block.leases == 0 for block in found):
+        if fresh + spare > self.room - sum(block.leases == 0 for block in found):
             return None
         source = match.tail if not match.adopt else None
         lease = Lease(scope, kept, match.reused, match.reused)
@@ -140,7 +140,7 @@ class BlockManager:
     def extend(self, lease: Lease, length: int) -> bool:
         """Give the lease blocks for `length` tokens in all; False when there is no room, and nothing has changed."""
         missing = max(0, self.blocks_for(length) - len(lease.blocks))
-        if missing > self._room():
+        if missing > self.room:
             return False
         self._grow(lease, missing)
         return True
@@ -237,6 +237,11 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     @property
+    def room(self) -> int:
+        """Blocks that can be had: free ones, and idle ones that would go for it."""
+        return len(self.free) + len(self.idle)
+
+    @property
     def leased_blocks(self) -> int:
         """Blocks that at least one lease holds."""
         return len(self.blocks) - len(self.idle)
@@ -262,9 +267,6 @@ class BlockManager:
         return dict(tokens)
 
     # --- inside -----------------------------------------------------------------------------------------------------
-
-    def _room(self) -> int:
-        return len(self.free) + len(self.idle)
 
     def _hold(self, block: Block, scope: Scope | None = None) -> None:
         self.idle.pop(block.id, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -46,20 +45,13 @@ class KVPool:
     def resize(self, blocks: int, moved: Mapping[int, int]) -> None:
         """Have `blocks` blocks from now on; the block at each old id in `moved` is then at its new one.
 
-        What stays is copied beside the pool while the old allocation gives way to the new one. Raises what torch raises
-        when there is no memory for either; then nothing has changed.
+        The old allocation goes when the new one holds what stays. Raises what torch raises when there is no memory for
+        that; then nothing has changed.
         """
-        old, new = list(moved), list(moved.values())
-        kept, shape = self.data[:, :, old], list(self.data.shape)
-        options: dict[str, Any] = {"dtype": self.data.dtype, "device": self.data.device}
-        self.data = self.data[:, :, :0].clone()
-        try:
-            data = torch.zeros(*shape[:2], blocks, *shape[3:], **options)
-        except (MemoryError, RuntimeError):
-            self.data = torch.zeros(shape, **options)
-            self.data[:, :, old] = kept
-            raise
-        data[:, :, new] = kept
+        old, new, shape = list(moved), list(moved.values()), self.data.shape
+        data = self.data.new_zeros(*shape[:2], blocks, *shape[3:])
+        for layer in range(shape[0]):  # one at a time, so that what is copied takes little room in between
+            data[layer][:, new] = self.data[layer][:, old]
         self.data, self.blocks = data, blocks
 
     def poison(self, block: int) -> None:
