@@ -101,7 +101,8 @@ class Rig:
         return blocks
 
     def resize(self, blocks: int) -> None:
-        """Another size of the pool, from one step to the next."""
+        """Another size of the pool, from one step to the next; nobody else holds room that would come back."""
+        self.scheduler.allow(blocks)
         self.scheduler.resize(blocks, self.model.resize)
         self.note(self.scheduler.take_events())
         self.check()

@@ -49,6 +49,7 @@ EXACT = tuple(f"tests/engine/model/test_{part}.py" for part in ("selfcheck", "ro
 TEXT = ("tests/chat/test_streaming.py",)
 LEDGER = ("tests/chat/test_templates.py",)
 LIVES = ("tests/engine/test_scheduler_machine.py",)
+PRESSURE = ("tests/engine/test_models_under_pressure.py",)
 SEVERAL = ("tests/engine/test_several_models.py",)
 CHOICE = ("tests/chat/test_models.py",)
 SWITCHES = ("tests/chat/test_switching.py",)
@@ -123,8 +124,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "count found blocks as room",
         MANAGER,
-        "self._room() - sum(block.leases == 0 for block in found)",
-        "self._room()",
+        "self.room - sum(block.leases == 0 for block in found)",
+        "self.room",
         BOOKS,
     ),
     Mutant(
@@ -149,8 +150,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "overtake who waits for room",
         SCHEDULER,
-        "            if lease is None and self._running:\n                return",
-        "            if lease is None and self._running:\n                continue",
+        "            if lease is None and (self._running or self._limits.may_grow):\n                return",
+        "            if lease is None and (self._running or self._limits.may_grow):\n                continue",
         STEPS,
     ),
     Mutant(
@@ -166,7 +167,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("forget new ids in the index", MANAGER, "        self.index.renumber()\n", "", BOOKS),
     Mutant("lose the order of the idle", MANAGER, "for block in order:", "for block in reversed(order):", BOOKS),
     Mutant(
-        "move blocks to the wrong place", POOL, "data[:, :, new] = kept", "data[:, :, sorted(new)[::-1]] = kept", BOOKS
+        "move blocks to the wrong place",
+        POOL,
+        "data[layer][:, new] = self",
+        "data[layer][:, sorted(new)[::-1]] = self",
+        BOOKS,
     ),
     Mutant(
         "let requests wait that no longer fit",
@@ -175,21 +180,42 @@ MUTANTS: tuple[Mutant, ...] = (
         "if (refusal := self._limits.refusal(sequence.request.submit)) is not None and False:",
         LIVES,
     ),
-    Mutant("leave the newcomer nothing", SHARES, "spare = budget // 2", "spare = budget", SEVERAL),
+    Mutant("leave the newcomer nothing", SHARES, "min(budget // 2, budget - needed)", "budget", SEVERAL),
     Mutant("take from who is running", SHARES, "max(holding.leased_bytes, min", "max(0, min", SEVERAL),
     Mutant(
         "give every model the whole budget",
         RESIDENTS,
-        "return self.budget - sum(",
-        "return self.budget - 0 * sum(",
+        "        share = self.budget - sum(",
+        "        share = self.budget - 0 * sum(",
         SEVERAL,
     ),
     Mutant(
         "take the weights of the first for all",
         RESIDENTS,
-        "served.contents == contents(found.prepared)",
-        "True",
+        "            if known == (found.prepared, kind, contents(found.prepared)):",
+        "            if known:",
         SEVERAL,
+    ),
+    Mutant(
+        "put changed weights under the old cache",
+        RESIDENTS,
+        "if not of_the_hub and self.find",
+        "if of_the_hub and self.find",
+        PRESSURE,
+    ),
+    Mutant(
+        "leave a refused load's room to nobody",
+        RESIDENTS,
+        "                self.settle(others[0])",
+        "                pass",
+        PRESSURE,
+    ),
+    Mutant(
+        "cut a reply that could wait",
+        SCHEDULER,
+        "len(self._running) == 1 and not self._limits.may_grow",
+        "len(self._running) == 1",
+        PRESSURE,
     ),
     Mutant("compute without weights", RESIDENTS, "if not served.has_weights:", "if False:", SEVERAL),
     Mutant(
@@ -294,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
         MODEL,
     ),
     # --- the ledger and the text
-    Mutant("give out half a character", STREAMING, "if text.endswith(_BROKEN):", "if not text:", TEXT),
+    Mutant("give out half a character", STREAMING, "if text.endswith(_BROKEN) and not", "if not text and not", TEXT),
     Mutant(
         "leak the beginning of a stop string",
         STREAMING,
