@@ -46,12 +46,14 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        fix = f"choose another with --port {port + 1 if port < 65535 else 7860}, or --port 0 for a free one"
         if error.errno == errno.EADDRINUSE:
+            other = port + 1 if port < 65535 else 7860
+            fix = f"choose another with --port {other}, or --port 0 for a free one"
             raise ListenError(f"port {port} is in use by another program; {fix}") from error
-        if error.errno != errno.EACCES:
-            fix = "choose another address with --host 127.0.0.1"
-        raise ListenError(f"cannot listen on {host} port {port} ({error.strerror}); {fix}") from error
+        denied = error.errno == errno.EACCES
+        fix = "choose a port from 1024 on, such as --port 7860" if denied else "choose another with --host 127.0.0.1"
+        reason = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else error.strerror
+        raise ListenError(f"cannot listen on {host} port {port} ({reason}); {fix}") from error
     # Accepted connections inherit it. asyncio would set it only where the socket was made with the protocol's number,
     # and without it the second part of every answer waits for the client's delayed acknowledgement, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

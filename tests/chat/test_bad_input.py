@@ -14,6 +14,7 @@ import pytest
 from chat import bodies
 from chat.bodies import MAX_BODY, MAX_FIELDS
 from chat.openai_types import MAX_MESSAGES, MAX_PARTS
+from chat.openapi import description
 from chat.refusals import MAX_SAID
 from chat.service import ChatService
 from tests.chat.fake_engine import END
@@ -220,6 +221,7 @@ async def test_wrong_paths_and_methods(http: httpx.AsyncClient) -> None:
         answer = await http.request(method, path)
         assert complaint(answer)[0] == status, (method, path)
         assert answer.headers.get("allow") == allowed
+    assert (await http.get("/v1/openapi.json")).json() == description()
     for path in ("/v1/models", "/v1/models/default", "/healthz", "/readyz", "/"):
         assert (await http.head(path)).status_code == 200
 

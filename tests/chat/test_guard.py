@@ -113,3 +113,6 @@ async def test_every_route_of_the_real_server_is_guarded(service):
         response = await http.post("/v1/chat/completions", json=body, headers=foreign)
         assert response.status_code == 403
         assert "Origin" in response.text
+        assert response.json()["error"]["code"] == "foreign_request"
+        long = await http.get("/healthz", headers={"Host": "h" * 5000})
+        assert (long.status_code, len(long.text) < 400) == (403, True)
