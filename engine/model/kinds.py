@@ -41,7 +41,8 @@ def require_servable(name: str, config: Any) -> None:
         raise refusal(name, f"it is a {which} model ({kind}): {whose} a running state instead of keys and values")
     if getattr(text, "attn_temperature_tuning", False):
         raise refusal(name, f"its attention ({kind}) is scaled by how many tokens are read at once")
-    _require_sizes(name, {key: getattr(text, key, None) for key in SIZES})
+    stated = text.to_dict()  # whose values do not depend on a layer, as an attribute's may
+    _require_sizes(name, {key: stated.get(key) for key in SIZES})
 
 
 def require_few_layers(name: str, raw: Mapping[str, Any]) -> None:

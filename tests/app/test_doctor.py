@@ -144,7 +144,7 @@ def test_the_size_of_the_embedded_model(tmp_path: Path) -> None:
     assert output.startswith("SmolLM2-135M-Instruct.Q4_1: llama, 134,515,008 parameters, a context of 8,192 tokens\n\n")
     words = " ".join(output.split())
     assert "K and V of one token 23,040 bytes a session of 1,000 tokens 22 MiB device_kv, as set 1 GiB" in words
-    assert "ok  fit  4 sessions of 1,000 tokens in bfloat16 take 90 MiB of cache, and device_kv is 1 GiB\n" in output
+    assert "ok fit 4 sessions of 1,000 tokens in bfloat16 take 90 MiB of cache, and device_kv is 1 GiB" in words
     code, output, errors = doctor(*flags, "--sessions", "1000000", "--json")
     assert (code, errors) == (1, "")
     answer = json.loads(output)

@@ -129,7 +129,8 @@ async def test_a_client_that_never_says_what_it_wants_is_let_go(monkeypatch: pyt
         for half in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(half)
-            await reader.read()  # ends
+            async with asyncio.timeout(20):
+                await reader.read()  # to its end
             writer.close()
         assert (await status(port)).startswith(b"HTTP/1.1 404 ")
 

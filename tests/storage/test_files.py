@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from storage import DatabaseDamaged, DataDirectoryError, DiskFull, Store, UserRecord, read_saved_settings
+from storage import (
+    DatabaseDamaged,
+    DatabaseFailed,
+    DataDirectoryError,
+    DiskFull,
+    Store,
+    UserRecord,
+    read_saved_settings,
+)
 from storage.backup import backups, make_backup
 from storage.database import FILE_NAME
 from storage.deletion import mark_scrub_due
@@ -129,6 +137,22 @@ async def test_a_full_disk_loses_only_the_refused_call(store: Store, user: UserR
         connection.execute("PRAGMA max_page_count=1000000").fetchone()
     await say(session.id, first, "assistant", "x" * 1_000_000)
     assert len(await store.path(session.id)) == 2
+
+
+async def test_nothing_is_stored_in_a_file_that_was_deleted_or_replaced(
+    tmp_path: Path, store: Store, user: UserRecord
+) -> None:
+    path = store._database.path
+    kept = await store.create_session(user.id)
+    path.rename(tmp_path / "away")
+    with pytest.raises(DatabaseFailed, match="it was deleted or replaced; put it back, or start Keepwarm again"):
+        await store.create_session(user.id)
+    path.write_bytes((tmp_path / "away").read_bytes())
+    with pytest.raises(DatabaseFailed, match="deleted or replaced"):
+        await store.create_session(user.id)
+    (tmp_path / "away").replace(path)
+    after = await store.create_session(user.id)
+    assert {session.id for session in await store.sessions(user.id)} == {kept.id, after.id}
 
 
 async def test_errors_do_not_repeat_what_people_wrote(store: Store, user: UserRecord, say: Any) -> None:

@@ -85,7 +85,7 @@ def test_a_part_is_known_by_its_name(llama_gguf: Path, tmp_path: Path) -> None:
 def test_a_folder_called_like_a_file_is_looked_into(llama_gguf: Path, tmp_path: Path) -> None:
     folder = tmp_path / "x.gguf"
     folder.mkdir()
-    assert f"no model.safetensors in {folder}" in refusal(folder, tmp_path)
+    assert f"{folder} is not a model's folder" in refusal(folder, tmp_path)
     shutil.copy(llama_gguf, folder / "inner.gguf")
     assert f"holds inner.gguf: name that file, {folder / 'inner.gguf'}" in refusal(folder, tmp_path)
 
