@@ -82,6 +82,15 @@ async def test_requests_that_do_not_fit_beside_each_other_wait_for_each_other(
         )
 
 
+async def test_replies_that_outgrow_the_budget_together_wait_for_each_other(
+    client: EngineClient, other_model: Path
+) -> None:
+    other = await client.load(str(other_model))
+    asked = [ask(None, PROMPT, "a", 500), ask(other, [3] * 50, "b", 110)]  # 152 and 120 KiB in the end
+    results = await asyncio.wait_for(asyncio.gather(*(collect(client, request) for request in asked)), 120)
+    assert [(len(tokens), reasons(ends)) for tokens, ends in results] == [(500, ["length"]), (110, ["length"])]
+
+
 async def test_a_refused_load_takes_nothing_from_who_is_served(
     client: EngineClient, other_model: Path, tmp_path: Path
 ) -> None:
