@@ -118,6 +118,7 @@ class Models:
         except ModelUnavailable as error:
             raise ModelNotLoadable(error.message) from error
         record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
+        self._read.pop(record.id, None)  # its tokenizer or template may be what was changed
         try:
             return await self._kept(record, capabilities)
         except UnusableModel:

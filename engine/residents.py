@@ -19,7 +19,7 @@ from engine.errors import ModelLoadError
 from engine.model import kinds, loading, memory, sources
 from engine.model.choices import recorded_dtype
 from engine.model.folders import read_configuration
-from engine.served import MIN_BLOCKS, Measures, ServedModel, contents, lacks_memory
+from engine.served import MIN_BLOCKS, Measures, ServedModel, contents, lacks_memory, no_room_for_pool
 from engine.shares import split, usual_bytes
 from engine.words import size
 
@@ -117,13 +117,21 @@ class Residents:
 
     def settle(self, served: ServedModel) -> None:
         """Give `served` what the others can spare now; where memory is short, it goes on with what it has."""
-        others = [other for other in reversed(list(self)) if other is not served]
-        kept, share = split(self.budget, [other.holding for other in others], served.needed_bytes)
-        if share // served.measures.block_bytes <= served.pool_bytes // served.measures.block_bytes:
-            return
-        for other, keep in zip(others, kept, strict=True):
+        if self._shares(served, served.needed_bytes)[1] - served.pool_bytes >= served.measures.block_bytes:
+            self._resize(served, self._take_back(served, served.needed_bytes))
+
+    def _shares(self, active: ServedModel | None, needed: int) -> tuple[list[tuple[ServedModel, int]], int]:
+        """What all but `active` keep, in bytes, when it has `needed` itself, and what is then left for it."""
+        others = [served for served in reversed(list(self)) if served is not active]
+        kept, left = split(self.budget, [other.holding for other in others], needed)
+        return list(zip(others, kept, strict=True)), left
+
+    def _take_back(self, active: ServedModel | None, needed: int) -> int:
+        """Shrink all but `active` to what they keep; the bytes of the budget that they leave."""
+        shares, _ = self._shares(active, needed)
+        for other, keep in shares:
             self._resize(other, min(keep, other.pool_bytes))
-        self._resize(served, self.budget - sum(other.pool_bytes for other in others))
+        return self.budget - sum(other.pool_bytes for other, _ in shares)
 
     def _resize(self, served: ServedModel, size: int) -> None:
         try:
@@ -184,11 +192,10 @@ class Residents:
                 f"device_kv of {size(self.budget)} is too small for {loaded.prepared.name}, which needs at least "
                 f"{size(least)}: choose a larger device_kv"
             )
-        others = list(reversed(list(self)))
-        kept, _ = split(self.budget, [other.holding for other in others], least)
-        for other, keep in zip(others, kept, strict=True):
-            self._resize(other, min(keep, other.pool_bytes))
-        share = self.budget - sum(other.pool_bytes for other in others)
+        last = next(reversed(self._models.values()), None)
+        share = self._take_back(None, least)
+        if last is None and share > memory.available(loaded.device):  # taken as it fills, which no allocation notices
+            raise no_room_for_pool(loaded.device, share)
         try:
             if share < least:
                 raise ModelLoadError(
@@ -197,8 +204,8 @@ class Residents:
                 )
             served = ServedModel(loaded, measures, share // measures.block_bytes, self._config, self._clock)
         except BaseException:
-            if others:
-                self.settle(others[0])
+            if last is not None:
+                self.settle(last)
             raise
         self._first = self._first or served.fingerprint
         self._models[served.fingerprint] = served

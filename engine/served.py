@@ -50,7 +50,7 @@ class Measures:
         return cls(
             shape=shape,
             fingerprint=loading.fingerprint(loaded, block_size),
-            context_length=loading.context_length(loaded),
+            context_length=loaded.context,
             vocab_size=loaded.module.get_input_embeddings().num_embeddings,
             block_bytes=shape.bytes_per_token(loaded.dtype) * block_size,
             weight_bytes=sum(parameter.nbytes for parameter in loaded.module.parameters()),
@@ -225,17 +225,12 @@ def _sentence(error: Exception) -> str:
 def _make_pool(loaded: LoadedModel, shape: selfcheck.KVShape, blocks: int, block_size: int) -> KVPool:
     """The pool. Raises `ModelLoadError` when there is not that much memory."""
     try:
-        return KVPool(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=block_size,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
+        return shape.pool(blocks, block_size, loaded.dtype, loaded.device)
     except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
         size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
-        raise ModelLoadError(
-            f"{loaded.device} has no {words.size(size)} for the KV pool: choose a smaller device_kv"
-        ) from error
+        raise no_room_for_pool(loaded.device, size) from error
+
+
+def no_room_for_pool(device: torch.device, size: int) -> ModelLoadError:
+    """The error for a pool of so many bytes that there is no memory for."""
+    return ModelLoadError(f"{device} has no {words.size(size)} for the KV pool: choose a smaller device_kv")

@@ -75,11 +75,6 @@ def can_run_code(path: Path) -> str:
     )
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def one_line(error: BaseException, limit: int = 300) -> str:
     """All that an error says, in one line of at most `limit` characters."""
     words = " ".join(str(error).split()) or type(error).__name__

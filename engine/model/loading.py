@@ -17,7 +17,8 @@ from engine.errors import ModelLoadError
 from engine.model import kinds, rope
 from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
-from engine.model.sources import PreparedModel, first_line
+from engine.model.files import one_line
+from engine.model.sources import PreparedModel
 from engine.model.weights import check_complete
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,7 +72,7 @@ def load(prepared: PreparedModel, device: str, dtype: str, context: int | None =
     except ModelLoadError:
         raise
     except Exception as error:  # libraries raise types of their own for a damaged or foreign file
-        raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {first_line(error)}") from error
+        raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {one_line(error)}") from error
     served = _served(prepared.name, kinds.text_config(module.config), context)
     rope.freeze(module, served)
     return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind, context=served)
@@ -116,11 +117,6 @@ def _choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def _cpu_multiplies_bf16() -> bool:
     checks = (getattr(torch.cpu, "_is_avx512_bf16_supported", None), getattr(torch.cpu, "_is_amx_tile_supported", None))
     return any(check() for check in checks if check is not None)
-
-
-def context_length(loaded: LoadedModel) -> int:
-    """How many positions the model serves."""
-    return loaded.context
 
 
 def longest_context(name: str, config: Any) -> int:

@@ -18,9 +18,9 @@ from engine.batch import Batch, Draw, Row
 from engine.cache.pool import KVPool
 from engine.errors import ModelLoadError
 from engine.model import attention, kinds, witness
+from engine.model.files import one_line
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
-from engine.model.sources import first_line
 from engine.protocol import Sampling
 
 CHECK_TOKENS = 48
@@ -42,6 +42,10 @@ class KVShape:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token's K and V take over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+    def pool(self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+        """An empty pool of this shape. Raises what torch raises when there is no memory for it."""
+        return KVPool(self.layers, blocks, block_size, self.kv_heads, self.head_dim, dtype, device)
 
 
 def probe(loaded: LoadedModel) -> KVShape:
@@ -87,7 +91,7 @@ def _running(loaded: LoadedModel) -> Iterator[None]:
         raise
     except Exception as error:  # models raise types of their own
         its = kinds.attention(loaded.module.config)
-        raise _refusal(loaded, f"its {its} cannot be replaced by Keepwarm's ({first_line(error)})") from error
+        raise _refusal(loaded, f"its {its} cannot be replaced by Keepwarm's ({one_line(error)})") from error
 
 
 def _listen(loaded: LoadedModel, positions: list[int]) -> list[witness.Call]:

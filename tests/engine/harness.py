@@ -6,7 +6,6 @@ from collections import defaultdict
 from itertools import count
 
 from engine.cache.manager import BlockManager
-from engine.cache.pool import KVPool
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.protocol import Event, Finished, Rejected, Submit, Tokens
@@ -19,15 +18,7 @@ class Harness:
     """Submit, step, look. `replies[request_id][index]` grows as tokens come; `finished`, `rejected` keep the ends."""
 
     def __init__(self, loaded: LoadedModel, shape, blocks: int, max_batch_tokens: int = 512) -> None:
-        self.pool = KVPool(
-            layers=shape.layers,
-            blocks=blocks,
-            block_size=BLOCK,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=loaded.dtype,
-            device=loaded.device,
-        )
+        self.pool = shape.pool(blocks, BLOCK, loaded.dtype, loaded.device)
         for block in range(blocks):
             self.pool.poison(block)
         self.runner = ModelRunner(loaded, self.pool)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.client import EngineClient
-from engine.errors import ModelLoadError
+from engine.errors import EngineUnavailable, ModelLoadError
 from engine.model import memory
 from engine.protocol import Rejected, Tokens
 from tests.engine.test_client import collect, config
@@ -180,6 +180,17 @@ async def test_a_bound_on_the_context_bounds_shorter_models_no_further(
         settings.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 256')
     )
     assert (await client.load(str(short))).context_length == 256
+    await client.close()
+
+
+async def test_a_cache_that_the_memory_cannot_hold_is_refused_before_it_fills(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available", lambda device: 2 * 2**30)
+    client = EngineClient(config(tiny_model, tmp_path, device_kv=3 * 2**30), in_thread=True)
+    await client.start()
+    with pytest.raises(EngineUnavailable, match="cpu has no 3 GiB for the KV pool: choose a smaller device_kv"):
+        await client.wait_ready()
     await client.close()
 
 

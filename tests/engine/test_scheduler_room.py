@@ -198,3 +198,30 @@ def test_a_pool_of_no_blocks_refuses_everything(make_rig):
 def test_a_budget_of_no_tokens_is_refused(make_rig):
     with pytest.raises(ValueError, match="max_batch_tokens is 0"):
         Scheduler(make_rig().manager, context_length=8, vocab_size=8, max_batch_tokens=0)
+
+
+def test_alone_a_request_waits_for_room_that_others_may_give_back(make_rig):
+    rig = make_rig(blocks=3)
+    rig.scheduler.allow(8)
+    request = rig.submit([1, 2, 3, 4, 5, 6], 20)
+    while rig.step() is not None:
+        pass
+    assert rig.finished[request] == {}
+    assert (rig.scheduler.snapshot_fields()["waiting"], rig.scheduler.needed_blocks) == (1, 4)
+    rig.scheduler.resize(8, rig.model.resize)
+    rig.run()
+    assert (rig.finished[request][0].reason, rig.finished[request][0].detail) == ("length", "")
+    assert len(rig.replies[request][0]) == 20
+
+
+def test_a_prompt_that_fits_once_others_give_way_waits(make_rig):
+    rig = make_rig(blocks=2)
+    rig.scheduler.allow(6)
+    request = rig.submit(list(range(1, 18)), 2)
+    assert rig.step() is None
+    assert request not in rig.rejected
+    assert rig.scheduler.needed_blocks == 5
+    rig.scheduler.resize(6, rig.model.resize)
+    rig.run()
+    assert rig.finished[request][0].reason == "length"
+    assert rig.submit(list(range(1, 30)), 2) in rig.rejected

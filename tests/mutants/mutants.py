@@ -185,8 +185,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "give every model the whole budget",
         RESIDENTS,
-        "        share = self.budget - sum(",
-        "        share = self.budget - 0 * sum(",
+        "return self.budget - sum(other.pool_bytes for other, _ in shares)",
+        "return self.budget",
         SEVERAL,
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "leave a refused load's room to nobody",
         RESIDENTS,
-        "                self.settle(others[0])",
+        "                self.settle(last)",
         "                pass",
         PRESSURE,
     ),
@@ -215,7 +215,7 @@ MUTANTS: tuple[Mutant, ...] = (
         SCHEDULER,
         "len(self._running) == 1 and not self._limits.may_grow",
         "len(self._running) == 1",
-        PRESSURE,
+        STEPS,
     ),
     Mutant("compute without weights", RESIDENTS, "if not served.has_weights:", "if False:", SEVERAL),
     Mutant(

@@ -50,7 +50,7 @@ def test_long_factors_serve_a_context_beyond_the_original(name: str, tmp_path: P
 @pytest.mark.parametrize("name", MODELS)
 def test_short_factors_serve_a_context_up_to_the_original(name: str, tmp_path: Path) -> None:
     loaded = tiny.load(name, tmp_path, context=ORIGINAL, **MODELS[name])
-    assert loading.context_length(loaded) == ORIGINAL
+    assert loaded.context == ORIGINAL
     selfcheck.check(loaded, tiny.make_pool(loaded))
     parts = [Part(LONG[:ORIGINAL], PARTS[0].blocks, [40, ORIGINAL]), PARTS[1]]
     runner, own = ModelRunner(loaded, tiny.make_pool(loaded)), tiny.untouched(loaded)

@@ -141,16 +141,7 @@ def assert_equal(logits: Sequence[tuple[int, torch.Tensor]], expected: torch.Ten
 
 def make_pool(loaded: LoadedModel) -> KVPool:
     """A pool for the model, every slot NaN: whatever is read without having been written spoils the logits."""
-    shape = selfcheck.probe(loaded)
-    pool = KVPool(
-        layers=shape.layers,
-        blocks=BLOCKS,
-        block_size=BLOCK,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
+    pool = selfcheck.probe(loaded).pool(BLOCKS, BLOCK, loaded.dtype, loaded.device)
     for block in range(BLOCKS):
         pool.poison(block)
     return pool
