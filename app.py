@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,28 +88,16 @@ def fail(line: str, code: int) -> int:
     epilog=f"Each setting is also a variable ({PREFIX}DEVICE_KV for --device-kv) and a key of the settings file "
     "(device_kv). A flag wins over a variable, that over the file, that over what is saved in the app.",
 )
-def serve_command(  # noqa: PLR0917 - one parameter per flag
+@flags.settings_flags(*Settings.model_fields)
+def serve_command(
     call: typer.Context,
-    host: flags.Host = None,
-    port: flags.Port = None,
-    data_dir: flags.DataDir = None,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    adapter: flags.Adapter = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    context: flags.Context = None,
-    device_kv: flags.DeviceKv = None,
-    thinking: flags.Thinking = None,
-    browser: flags.Browser = None,
-    log_level: flags.LogLevel = None,
+    given: dict[str, Any],
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Chat with a model on this machine; its cache of each conversation stays warm between turns."""
     if version:
         typer.echo(f"keepwarm {VERSION}")
         raise typer.Exit
-    given = {name: value for name, value in locals().items() if name in Settings.model_fields}
     call.obj = given
     if call.invoked_subcommand is None:
         raise typer.Exit(run(load_settings(given, read_saved)))
@@ -178,11 +166,11 @@ class Parts:
 async def serve(settings: Settings, listener: socket.socket, instance: Instance) -> int:
     """Open the parts, wait for a signal, close them in reverse. Returns the exit code."""
     from chat.engine_config import engine_config
-    from chat.serving import catch_signals, say
+    from chat.serving import catch_signals, in_thread, say
     from engine.client import EngineClient
 
     stop = catch_signals()
-    parts = Parts(EngineClient(engine_config(settings)))
+    parts = Parts(EngineClient(await in_thread(lambda: engine_config(settings))))
     opening = asyncio.create_task(open_parts(parts, settings, listener, instance))
     stopped = asyncio.create_task(stop.wait())
     try:

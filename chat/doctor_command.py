@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from chat import flags
+from chat.amounts import Bytes
 from chat.doctor import DoctorError, Finding, WrongQuestion, exit_code, guarded
+from chat.machine import free_disk
 from chat.settings import Settings, trace_settings
+
+NOT_OURS = ("browser", "log_level")  # what only a start needs
 
 Output = tuple[str, list[Finding]]
 
 
-def doctor_command(  # noqa: PLR0917 - one parameter per flag
+@flags.settings_flags(*(name for name in Settings.model_fields if name not in NOT_OURS))
+def doctor_command(
     call: typer.Context,
+    given: dict[str, Any],
+    *,
     address: Annotated[str, typer.Argument(metavar="URL", help="With --url: the server to ask.")] = "",
     size: Annotated[
         str | None, typer.Option("--size", metavar="MODEL", help="What a model takes; only its configuration is read.")
@@ -39,21 +45,9 @@ def doctor_command(  # noqa: PLR0917 - one parameter per flag
         bool, typer.Option("--load", help="Load the model too, check its attention and measure it.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
-    host: flags.Host = None,
-    port: flags.Port = None,
-    data_dir: flags.DataDir = None,
-    config: flags.Config = None,
-    model: flags.Model = None,
-    adapter: flags.Adapter = None,
-    device: flags.Device = None,
-    dtype: flags.Dtype = None,
-    context: flags.Context = None,
-    device_kv: flags.DeviceKv = None,
-    thinking: flags.Thinking = None,
 ) -> None:
     """Check this machine, settings, model and data; or size a model; or say why a server is slow."""
-    own = {name: value for name, value in locals().items() if name in Settings.model_fields and value is not None}
-    settings, origins = trace_settings({**(call.obj or {}), **own}, _read_saved)
+    settings, origins = trace_settings({**(call.obj or {}), **given}, _read_saved)
     _check_modes(bool(size), url or bool(address), load, sessions is not None)
     if size:
         answer = _sized(settings, size, sessions, as_json=as_json)
@@ -106,6 +100,7 @@ def _checked(settings: Settings, origins: dict[str, str], *, load: bool, as_json
         *guarded("memory", doctor_machine.memory),
         *guarded("settings", lambda: doctor_data.settings(settings, origins)),
         *guarded("data directory", lambda: doctor_data.data_directory(settings.data_dir)),
+        *guarded("cold tiers", lambda: doctor_data.cold_tiers(settings)),
         *guarded("server", lambda: doctor_data.server(running)),
         *guarded("port", lambda: doctor_data.port(settings, running)),
         *guarded("database", lambda: doctor_data.database(settings.data_dir)),
@@ -132,7 +127,7 @@ def _model(settings: Settings, *, running: bool) -> list[Finding]:
     sized, finding = doctor_model.architecture(settings.model, located)
     findings.append(finding)
     if sized is not None:
-        free = disk_free(settings.data_dir)
+        free = free_disk(settings.data_dir)
         findings += doctor_model.fit(sized, located, settings, device, running=running, disk_free=free)
         findings += doctor_model.chatting(located.folder, settings) if located.folder else []
     return findings
@@ -142,13 +137,15 @@ async def _loaded(settings: Settings) -> list[Finding]:
     from chat.doctor_load import loaded
     from chat.engine_config import engine_config
 
-    return [finding async for finding in loaded(engine_config(settings))]
+    config = engine_config(settings.model_copy(update={"host_kv": Bytes(0), "disk_kv": Bytes(0)}))  # touches no file
+    return [finding async for finding in loaded(config)]
 
 
 def _sized(settings: Settings, model: str, sessions: int | None, *, as_json: bool) -> Output:
     """What `model` takes on this machine."""
     _quieten()
     from chat import doctor_machine, doctor_size
+    from chat.engine_config import budget
     from engine.errors import ModelLoadError
     from engine.model import sizing
 
@@ -160,8 +157,8 @@ def _sized(settings: Settings, model: str, sessions: int | None, *, as_json: boo
     if device is None:
         raise DoctorError(f"device {settings.device!r} is not there: use --device auto")
     question = doctor_size.Question.of(sized, settings.context, sessions)
-    kv = None if settings.device_kv is None else int(settings.device_kv)
-    room = doctor_size.Room(kv, device.free, disk_free(settings.data_dir))
+    kv = budget(settings.device_kv, lambda: device.free)
+    room = doctor_size.Room(kv, device.free, free_disk(settings.data_dir))
     names = [settings.dtype] if settings.dtype != "auto" else sorted({"float32", "bfloat16", device.dtype})
     columns = [doctor_size.Sizes.of(sized, name, question, room) for name in reversed(names)]
     here = next(column for column in columns if column.dtype == device.dtype)
@@ -187,11 +184,6 @@ def _asked(settings: Settings, address: str, *, as_json: bool) -> Output:
     if as_json:
         return doctor_text.as_json(findings, figures=msgspec.to_builtins(figures)), findings
     return _shown(findings, as_json=False), findings
-
-
-def disk_free(folder: Path) -> int:
-    """Bytes free on the disk of `folder`, which need not be there yet."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
 
 
 def _quieten() -> None:

@@ -6,17 +6,18 @@ Reads only: it makes no file and no folder. Knows nothing of models.
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
 import psutil
-from pydantic import ByteSize
 
+from chat.amounts import Bytes, Share
 from chat.doctor import Finding, count, ok
+from chat.engine_config import disk_room
 from chat.instance import Running
+from chat.machine import free_disk, free_memory
 from chat.serving import ListenError, listen
 from chat.settings import Settings
 from engine.words import size
@@ -31,7 +32,7 @@ def settings(given: Settings, origins: Mapping[str, str]) -> Iterator[Finding]:
     """Each setting that is not left at its default, and who set it."""
     shown = {name: getattr(given, name) for name in sorted(origins)}
     values = [
-        f"{name} = {size(value) if isinstance(value, ByteSize) else value} (from {origins[name]})"
+        f"{name} = {size(value) if isinstance(value, Bytes) else value} (from {origins[name]})"
         for name, value in shown.items()
     ]
     yield ok("settings", ", ".join(values) or "all at their defaults")
@@ -44,7 +45,7 @@ def data_directory(path: Path) -> Iterator[Finding]:
         yield Finding("problem", what, f"{path} is not a folder", ANOTHER)
         return
     there = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    free = shutil.disk_usage(there).free
+    free = free_disk(path)
     detail = f"{path}, {size(free)} free on its disk"
     if there != path:
         detail += "; it is made at the first start"
@@ -57,6 +58,20 @@ def data_directory(path: Path) -> Iterator[Finding]:
         yield Finding("warn", what, detail, f"make room, or {ANOTHER}")
     else:
         yield ok(what, detail)
+
+
+def cold_tiers(given: Settings) -> Iterator[Finding]:
+    """What main memory and the disk may hold of chats that the device has no room for."""
+    for tier, room in (("host", free_memory()), ("disk", disk_room(given.data_dir))):
+        wanted = getattr(given, f"{tier}_kv")
+        most = wanted.of(room) if isinstance(wanted, Share) else wanted
+        if most is None:
+            yield ok(f"{tier} tier", f"{tier}_kv is chosen at the start, by what is free")
+        elif most > room:
+            fix = f"--{tier}-kv {room // 2**21}MiB or less"
+            yield Finding("warn", f"{tier} tier", f"up to {size(most)}, and {size(room)} are free", fix)
+        else:
+            yield ok(f"{tier} tier", f"up to {size(most)} of the {size(room)} that are free" if most else "off")
 
 
 def server(running: Running | None) -> Iterator[Finding]:

@@ -10,12 +10,11 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from chat.doctor import Finding, count, ok
-from chat.machine import core_quota, memory_limit, usable_cores
+from chat.machine import NVIDIA, core_quota, memory_limit, usable_cores
 from chat.settings import VERSION, Settings
 from engine.words import size
 from storage import SQLITE
@@ -23,7 +22,6 @@ from storage import SQLITE
 PACKAGES = ("torch", "transformers", "gguf", "safetensors", "gradio", "fastapi", "uvicorn", "sqlalchemy", "alembic")
 SHOWN = ("torch", "transformers", "gradio")
 LITTLE_MEMORY = 2**30  # bytes: below that even the embedded model runs short
-NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from chat.doctor import Finding, ok
 from chat.doctor_machine import Device
+from chat.engine_config import budget as tier_budget
 from chat.errors import UnusableModel
 from chat.settings import Settings
 from chat.templates import ChatTemplate
@@ -131,7 +132,7 @@ def fit(
         yield Finding("problem", "context", detail, f"--context {sized.context_length} or less")
         return
     usual = usual_bytes(context, block_size, token * block_size, (device.capacity if running else device.free) - weight)
-    budget = int(settings.device_kv or usual)
+    budget = tier_budget(settings.device_kv, lambda: device.free) or usual
     tokens = budget // (token * block_size) * block_size
     one = -(-context // block_size) * block_size * token
     detail = (

@@ -113,7 +113,7 @@ def _notes(sized: Sizing, device: Device) -> list[str]:
             f"{few} of {len(sized.windows)} layers see only the last {shown} tokens; there too, Keepwarm keeps the K "
             "and V of all tokens."
         )
-    notes.append("Keepwarm keeps sessions in device_kv alone; nothing of them is kept on the disk.")
+    notes.append("What device_kv has no room for goes to host_kv and disk_kv, and comes back from there.")
     return notes
 
 

@@ -1,13 +1,24 @@
-"""What the engine is started with, from the settings. Knows what both sides call a setting, and nothing of either."""
+"""What the engine is started with, from the settings. Knows what both sides call a setting, and nothing of either.
+
+Shares of what is free are settled here, once, at the start: what is free changes with every chat.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from chat.amounts import Bytes, Duration, Share
+from chat.machine import NVIDIA, free_disk, free_memory, gpu_memory, used_disk
 from chat.settings import Settings
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
+
+GAPS = {"device": 0.05, "host": 0.1, "disk": 0.1}  # between the two levels of a tier, where the lower is not set
 
 
 def engine_config(settings: Settings) -> EngineConfig:
-    """The engine's share of the settings; the converted weights belong in `models` in the data directory."""
+    """The engine's share of the settings. May take seconds: where a GPU's free memory has to be asked for."""
     return EngineConfig(
         cache_dir=str(settings.data_dir / "models"),
         model=settings.model,
@@ -15,6 +26,56 @@ def engine_config(settings: Settings) -> EngineConfig:
         device=settings.device,
         dtype=settings.dtype,
         context=settings.context,
-        device_kv=None if settings.device_kv is None else int(settings.device_kv),
+        cache=cache_config(settings),
+        kv_dir=str(kv_dir(settings.data_dir)),
+        cold_kv_dtype=settings.cold_kv_dtype,
         log_level=settings.log_level,
     )
+
+
+def kv_dir(data_dir: Path) -> Path:
+    """Where the disk tier keeps its files."""
+    return data_dir / "kv"
+
+
+def cache_config(settings: Settings) -> CacheConfig:
+    """What each tier may hold and for how long; what is not set is left to the engine."""
+    return CacheConfig(
+        device_kv=budget(settings.device_kv, lambda: _device_free(settings.device)),
+        host_kv=budget(settings.host_kv, free_memory),
+        disk_kv=budget(settings.disk_kv, lambda: disk_room(settings.data_dir)),
+        device_ttl=seconds(settings.device_ttl),
+        host_ttl=seconds(settings.host_ttl),
+        disk_ttl=seconds(settings.disk_ttl),
+        **{f"{tier}_high": float(getattr(settings, f"{tier}_high")) for tier in GAPS},
+        **{f"{tier}_low": low_level(settings, tier) for tier in GAPS},
+        policy=settings.policy,
+        disk_writes=None if settings.disk_writes is None else int(settings.disk_writes),
+    )
+
+
+def budget(size: Bytes | Share | None, free: Callable[[], int]) -> int | None:
+    """A tier's size in bytes; `free` tells what a share is of."""
+    return size.of(free()) if isinstance(size, Share) else None if size is None else int(size)
+
+
+def disk_room(data_dir: Path) -> int:
+    """Bytes that the disk tier could have: what is free, and what it holds already, so that a share of it stays put."""
+    return free_disk(data_dir) + used_disk(kv_dir(data_dir))
+
+
+def low_level(settings: Settings, tier: str) -> float:
+    """How full a tier is once room was made in it."""
+    low: Share | None = getattr(settings, f"{tier}_low")
+    return float(low) if low is not None else max(0.0, getattr(settings, f"{tier}_high") - GAPS[tier])
+
+
+def seconds(ttl: Duration) -> float | None:
+    """A duration as the engine takes it; None: for ever."""
+    return None if math.isinf(ttl) else float(ttl)
+
+
+def _device_free(device: str) -> int:
+    """Bytes free where the model will compute, before it is loaded."""
+    gpu = gpu_memory() if device == "cuda" or (device == "auto" and NVIDIA.exists()) else None
+    return free_memory() if gpu is None else gpu

@@ -122,7 +122,7 @@ def figures_router(service: ChatService) -> APIRouter:
             cores=usable_cores(),
             load=psutil.getloadavg()[0],
             capabilities=state.capabilities,
-            snapshot=None if snapshot is None else msgspec.structs.replace(snapshot, session_tokens={}),
+            snapshot=None if snapshot is None else msgspec.structs.replace(snapshot, sessions={}),
             replies=recent.all(),
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")

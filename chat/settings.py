@@ -6,31 +6,34 @@ module knows nothing of the command line's library, of the engine or of the page
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple
 
 import platformdirs
-from pydantic import ByteSize, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import Field, PlainValidator, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
+
+from chat.amounts import Bytes, Duration, Share, read_duration, read_limit, read_share, read_size
+from chat.settings_errors import SettingsError, nearest, reason, shown
+
+__all__ = ["Settings", "SettingsError", "load_settings", "nearest", "trace_settings"]
 
 VERSION = "0.1.0"
 PREFIX = "KEEPWARM_"
 FILE_NAME = "keepwarm.toml"
 NOT_IN_FILE = {"config"}  # it says where the file is
 NOT_SAVED = {"config", "data_dir"}  # they say where the saved values are
-LIKENESS = 0.5  # of a value to a possible one, from 0 to 1, that makes it worth a hint
-SHOWN = 200  # characters of a value in an error
 
-
-class SettingsError(Exception):
-    """A setting that Keepwarm does not know or cannot use. `str()` is one line: the name, its origin and the fix."""
+Size = Annotated[Bytes | Share, PlainValidator(read_size)]
+Limit = Annotated[Bytes | None, PlainValidator(read_limit)]
+Ttl = Annotated[Duration, PlainValidator(read_duration)]
+Level = Annotated[Share, PlainValidator(read_share)]
 
 
 class Settings(BaseSettings):
@@ -63,12 +66,37 @@ class Settings(BaseSettings):
         lt=2**31,
         description="The most tokens that a chat may have; otherwise as many as the model was made for.",
     )
-    device_kv: ByteSize | None = Field(
+    device_kv: Size | None = Field(
         None,
-        gt=0,
-        lt=2**62,
-        description="Memory that holds warm chats, of all models together, like 256MiB; otherwise room for two full "
-        "contexts.",
+        description="Memory of the device that holds warm chats, of all models together: like 256MiB, or 25% of what "
+        "is free at the start.",
+    )
+    host_kv: Size | None = Field(
+        None, description="Main memory for chats that the device has no room for, in the same forms; 0 does without."
+    )
+    disk_kv: Size | None = Field(
+        None, description="Disk for chats that memory has no room for, and for the next start; 0 does without."
+    )
+    device_ttl: Ttl = Field(
+        Duration("inf"), description="How long an unused chat stays on the device: like 90s, 30m, 12h, 30d, or never."
+    )
+    host_ttl: Ttl = Field(Duration("inf"), description="The same for main memory.")
+    disk_ttl: Ttl = Field(Duration(30 * 86400), description="The same for the disk.")
+    device_high: Level = Field(Share(1), description="How full the device's share may get before chats move down.")
+    device_low: Level | None = Field(None, description="How full it is after that.")
+    host_high: Level = Field(Share(1), description="The same for main memory.")
+    host_low: Level | None = Field(None, description="How full that is afterwards.")
+    disk_high: Level = Field(Share(1), description="The same for the disk.")
+    disk_low: Level | None = Field(None, description="How full that is afterwards.")
+    policy: Literal["lru", "cost"] = Field(
+        "lru",
+        description="Who gives way first: lru, who was used longest ago; cost, who is quickest to read again.",
+    )
+    cold_kv_dtype: Literal["auto", "int8"] = Field(
+        "auto", description="Number format in main memory and on disk: auto is exact, int8 takes half and is not."
+    )
+    disk_writes: Limit = Field(
+        Bytes(100 * 10**9), description="The most that is written to the disk in a day; unlimited is a word for none."
     )
     thinking: Literal["preserve", "strip"] = Field(
         "preserve",
@@ -88,7 +116,14 @@ class Settings(BaseSettings):
             )
         return host
 
-    @field_validator("port", "device_kv", "context", mode="before")
+    @field_validator("device_kv")
+    @classmethod
+    def _something(cls, size: Bytes | Share | None) -> Bytes | Share | None:
+        if size is not None and not size:
+            raise PydanticCustomError("empty", "empty")
+        return size
+
+    @field_validator("port", "context", mode="before")
     @classmethod
     def _no_yes_or_no(cls, number: object) -> object:
         if isinstance(number, bool):  # which Python counts as a number
@@ -140,12 +175,6 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The entry of `known` that looks most like `name`, whatever its case."""
-    spelt = {entry.lower(): entry for entry in known}
-    return spelt[difflib.get_close_matches(name.lower(), list(spelt), n=1, cutoff=0.0)[0]]
-
-
 def flag(name: str) -> str:
     """The command line's word for a setting: `data_dir` is `--data-dir`, and `browser` is turned off."""
     return "--no-browser" if name == "browser" else "--" + name.replace("_", "-")
@@ -187,6 +216,7 @@ def trace_settings(
             {name: Given(saved[name], "the value saved in the app") for name in _known(NOT_SAVED) if name in saved},
         )
         settings = _validate(given)
+    _check_levels(settings, given)
     return settings, {name: value.origin for name, value in given.items()}
 
 
@@ -241,33 +271,20 @@ def _validate(given: Mapping[str, Given]) -> Settings:
         details = error.errors(include_url=False)[0]
         name = str(details["loc"][0])
         value, origin = given[name]
-        raise SettingsError(f"{name} = {_shown(value)} (from {origin}): {_reason(name, value, details)}") from error
+        annotation = Settings.model_fields[name].annotation
+        raise SettingsError(
+            f"{name} = {shown(value)} (from {origin}): {reason(name, annotation, value, details)}"
+        ) from error
 
 
-def _reason(name: str, value: object, details: ErrorDetails) -> str:
-    """What is wrong with a value and what would be right, after the colon of an error line."""
-    if name == "device_kv":
-        return "not a size; write it like 256MiB, 1.5GB or a number of bytes"
-    if name == "context":
-        return "not a number of tokens; give a whole number from 1"
-    if name == "port":
-        return "not a port; give a whole number from 0 to 65535"
-    annotation = Settings.model_fields[name].annotation
-    if get_origin(annotation) is Literal:
-        choices = get_args(annotation)
-        alike = difflib.get_close_matches(str(value).lower(), choices, n=1, cutoff=LIKENESS)
-        return f"not one of {', '.join(choices)}" + "".join(f"; the nearest is {choice!r}" for choice in alike)
-    if name == "browser":
-        return "not a yes or a no; write true or false"
-    if name in ("data_dir", "config"):
-        return "not a path"
-    if name == "model":
-        return "not a model; name smollm2, a Hugging Face folder or hub id, or a .gguf file"
-    if name == "adapter":
-        return "not an adapter; name a folder or a hub id"
-    return details["msg"] if details["type"] == "loopback" else "not an address; use 127.0.0.1"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+def _check_levels(settings: Settings, given: Mapping[str, Given]) -> None:
+    """Each tier is emptied to a level that is not above the one at which that begins. Raises SettingsError."""
+    for tier in ("device", "host", "disk"):
+        low, high = f"{tier}_low", f"{tier}_high"
+        if low in given and getattr(settings, low) > getattr(settings, high):
+            value, origin = given[low]
+            other = f" (from {given[high].origin})" if high in given else ", its default"
+            raise SettingsError(
+                f"{low} = {shown(value)} (from {origin}): above {high} = '{getattr(settings, high)}'{other}; "
+                f"lower {low} or raise {high}"
+            )

@@ -23,6 +23,12 @@ ABSENT = {
     "adapter": "none",
     "context": "the model's own",
     "device_kv": "two full contexts, at least 256 MiB",
+    "host_kv": "a part of what is free",
+    "disk_kv": "a part of what is free",
+    "device_low": "5 points less",
+    "host_low": "10 points less",
+    "disk_low": "10 points less",
+    "disk_writes": "`100GB`",
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from chat.amounts import Share
 from chat.settings import Settings, SettingsError, default_file, is_loopback, load_settings, trace_settings
 
 
@@ -89,10 +91,70 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert load_settings({"device_kv": text}).device_kv == size
 
 
-@pytest.mark.parametrize("text", ["-5", "0", "12 parsecs", "MiB", ""])
+@pytest.mark.parametrize("text", ["-5", "0", "12 parsecs", "MiB", "", "0%", "101%", "-1%", "%", "0.25"])
 def test_what_is_not_a_size_is_named(text: str) -> None:
-    expected = "(from --device-kv): not a size; write it like 256MiB, 1.5GB or a number of bytes"
+    expected = "(from --device-kv): not a size; write it like 256MiB, 1.5GB or 25% of what is free"
     assert complaint({"device_kv": text}) == f"device_kv = {text!r} {expected}"
+
+
+def test_a_tier_can_be_turned_off_but_not_the_device() -> None:
+    settings = load_settings({"host_kv": "0", "disk_kv": "0%"})
+    assert (settings.host_kv, settings.disk_kv) == (0, 0)
+    assert complaint({"host_kv": "0.5"}).endswith("not a size; write it like 256MiB, 1.5GB or 25% of what is free")
+
+
+def test_a_share_of_what_is_free_stays_one_until_it_is_known_what_that_is() -> None:
+    settings = load_settings({"device_kv": "25%", "host_kv": " 12.5 % "})
+    assert settings.device_kv == Share(0.25)
+    assert isinstance(settings.host_kv, Share)
+    assert (str(settings.device_kv), str(settings.host_kv), settings.host_kv.of(1001)) == ("25%", "12.5%", 125)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("90", 90), (90, 90), ("30m", 1800), ("1.5h", 5400), ("12 H", 43200), ("30d", 2592000)],
+)
+def test_durations_as_people_write_them(text: object, seconds: float) -> None:
+    assert load_settings({"host_ttl": text}).host_ttl == seconds
+
+
+def test_a_duration_that_never_ends() -> None:
+    assert math.isinf(load_settings({"disk_ttl": "Never"}).disk_ttl)
+    assert str(load_settings({"disk_ttl": "Never"}).disk_ttl) == "never"
+    assert [str(load_settings({"disk_ttl": text}).disk_ttl) for text in ("5400s", "48h", "90")] == ["90m", "2d", "90s"]
+
+
+@pytest.mark.parametrize("text", ["0", "0s", "-1m", "5 weeks", "", "nan", True, "1e3"])
+def test_what_is_not_a_duration_is_named(text: object) -> None:
+    expected = "(from --host-ttl): not a duration; write it like 90s, 30m, 12h, 30d or never"
+    assert complaint({"host_ttl": text}) == f"host_ttl = {text!r} {expected}"
+
+
+@pytest.mark.parametrize("text", ["90", "0.9", "101%", "-5%", "high", ""])
+def test_what_is_not_a_share_is_named(text: str) -> None:
+    expected = "(from --host-high): not a share; write it like 90%, from 0% to 100%"
+    assert complaint({"host_high": text}) == f"host_high = {text!r} {expected}"
+
+
+def test_writes_have_a_limit_unless_they_are_unlimited() -> None:
+    assert load_settings({}).disk_writes == 100 * 10**9
+    assert load_settings({"disk_writes": "unlimited"}).disk_writes is None
+    assert load_settings({"disk_writes": "0"}).disk_writes == 0
+    assert complaint({"disk_writes": "much"}).endswith("not a size; write it like 256MiB, 1.5GB or unlimited")
+
+
+def test_a_low_level_above_its_high_one_names_both(file: Path) -> None:
+    file.write_text('host_high = "80%"\n')
+    assert load_settings({}).host_low is None
+    assert complaint({"host_low": "85%"}) == (
+        f"host_low = '85%' (from --host-low): above host_high = '80%' (from {file}); lower host_low or raise host_high"
+    )
+    file.write_text('disk_low = "70%"\n')  # by itself it is right, whatever the flags say
+    assert complaint({"disk_high": "60%"}).startswith(f"disk_low = '70%' (from {file}): above disk_high = '60%'")
+    assert load_settings({"disk_high": "70%"}).disk_low == Share(0.7)
+    file.write_text("")
+    saved = {"device_low": "50%", "device_high": "40%"}
+    assert complaint(saved=saved).startswith("device_low = '50%' (from the value saved in the app): above device_high")
 
 
 def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +204,8 @@ def test_a_bad_value_is_named_although_a_stronger_place_hides_it(file: Path, mon
         ("data_dir", "a\0b", "not a path"),
         ("context", "1e3", "not a number of tokens; give a whole number from 1"),
         ("context", "9" * 30, "not a number of tokens; give a whole number from 1"),
-        ("device_kv", "9" * 30 + "GiB", "not a size; write it like 256MiB, 1.5GB or a number of bytes"),
-        ("device_kv", "nan", "not a size; write it like 256MiB, 1.5GB or a number of bytes"),
+        ("device_kv", "9" * 30 + "GiB", "not a size; write it like 256MiB, 1.5GB or 25% of what is free"),
+        ("device_kv", "nan", "not a size; write it like 256MiB, 1.5GB or 25% of what is free"),
         ("port", "9" * 5000, "not a port; give a whole number from 0 to 65535"),
     ],
 )

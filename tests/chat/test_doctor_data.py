@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chat import doctor_data
-from chat.doctor_data import data_directory, database, port, server, settings
+from chat.doctor_data import cold_tiers, data_directory, database, port, server, settings
 from chat.instance import Running
 from chat.settings import Settings
 from storage import Store
@@ -32,6 +32,19 @@ def test_settings_are_told_with_where_they_came_from() -> None:
     assert some.detail == (
         "device_kv = 100 MiB (from k.toml), dtype = float32 (from KEEPWARM_DTYPE), port = 8001 (from --port)"
     )
+
+
+def test_the_cold_tiers_are_told_and_held_against_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_data, "free_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(doctor_data, "disk_room", lambda _: 100 * 2**30)
+    host, disk = cold_tiers(Settings(data_dir=tmp_path))
+    assert (host.what, host.detail) == ("host tier", "host_kv is chosen at the start, by what is free")
+    assert (disk.what, disk.detail) == ("disk tier", "disk_kv is chosen at the start, by what is free")
+    host, disk = cold_tiers(Settings(data_dir=tmp_path, host_kv="9GiB", disk_kv="50%"))
+    assert (host.level, host.detail) == ("warn", "up to 9 GiB, and 8 GiB are free")
+    assert host.fix == "--host-kv 4096MiB or less"
+    assert (disk.level, disk.detail) == ("ok", "up to 50 GiB of the 100 GiB that are free")
+    assert next(iter(cold_tiers(Settings(data_dir=tmp_path, host_kv=0)))).detail == "off"
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

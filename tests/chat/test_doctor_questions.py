@@ -62,7 +62,7 @@ def snapshot(**changed: Any) -> Snapshot:
         "sampled_tokens": 200,
         "preemptions": 0,
         "evicted_blocks": 0,
-        "session_tokens": {},
+        "sessions": {},
     }
     return Snapshot(**{**usual, **blocks, **changed})
 

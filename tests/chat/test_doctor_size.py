@@ -61,7 +61,7 @@ def test_the_table() -> None:
         "  sessions in the 100 GiB of disk           284           568\n"
         "\n"
         "Here it would run on cpu in bfloat16.\n"
-        "Keepwarm keeps sessions in device_kv alone; nothing of them is kept on the disk."
+        "What device_kv has no room for goes to host_kv and disk_kv, and comes back from there."
     )
 
 

@@ -49,7 +49,7 @@ async def test_what_replies_cost_is_told_as_it_was(store, tiny_model, tmp_path):
     assert times == sorted(times)
     assert times[-1] <= figures.now
     assert figures.snapshot is not None
-    assert figures.snapshot.session_tokens == {}
+    assert figures.snapshot.sessions == {}
     assert figures.snapshot.sampled_tokens == sum(reply.output_tokens for reply in figures.replies)
     found = examine(url, figures)
     assert [finding.what for finding in found] == [

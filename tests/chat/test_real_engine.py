@@ -16,7 +16,7 @@ import pytest
 from chat.service import ChatService
 from chat.views import TurnOptions
 from engine.client import EngineClient
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.protocol import Sampling
 from storage.store import Store
 from tests.chat.serving import serving
@@ -29,7 +29,9 @@ pytestmark = pytest.mark.timeout(240)
 async def running(
     store: Store, model: Path, cache: Path, *, in_thread: bool = True
 ) -> AsyncIterator[tuple[ChatService, EngineClient]]:
-    config = EngineConfig(model=str(model), cache_dir=str(cache), dtype="float32", device_kv=64 * 2**20, threads=1)
+    config = EngineConfig(
+        model=str(model), cache_dir=str(cache), dtype="float32", cache=CacheConfig(device_kv=64 * 2**20), threads=1
+    )
     engine = EngineClient(config, in_thread=in_thread)
     await engine.start()
     service = ChatService(store, engine)
@@ -133,7 +135,7 @@ async def test_stopping_and_dropping_leave_nothing_leased(store, tiny_model, tmp
         await service.delete_session(service.user.id, chat)
         snapshot = await engine.snapshot()
         assert snapshot.leased_blocks == 0
-        assert chat not in snapshot.session_tokens
+        assert chat not in snapshot.sessions
 
 
 async def test_a_killed_engine_fails_the_turn_and_a_retry_succeeds(store, tiny_model, tmp_path):
