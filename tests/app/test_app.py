@@ -148,7 +148,7 @@ def test_from_the_first_line_to_ctrl_c_while_a_reply_runs_and_a_tab_is_open(data
 
         with hold_tab(app.url), ask(app.url, STORY) as stream:
             heard = "".join(next(stream) for _ in range(8))
-            assert app.interrupt() < 3
+            assert app.interrupt() < 10
         assert app.process.returncode == 0
         assert app.errors() == ""
         assert app.engine_is_gone(within=1)
@@ -176,7 +176,7 @@ def test_kill_9_takes_the_engine_along_and_leaves_a_directory_that_starts(data_d
         app.line_with("Ready at")
         with ask(app.url, "Say hello.", max_tokens=4) as stream:
             assert "".join(stream) == first
-        assert app.interrupt() < 3
+        assert app.interrupt() < 10
     hello = [("user", "complete", "Say hello."), ("assistant", "complete", first)]
     assert hello in chats(data_dir)
     assert any(chat[0] == ("user", "complete", STORY) for chat in chats(data_dir))
@@ -185,7 +185,7 @@ def test_kill_9_takes_the_engine_along_and_leaves_a_directory_that_starts(data_d
 def test_ctrl_c_while_the_model_loads(data_dir: Path) -> None:
     with App(data_dir) as app:
         app.line_with(" ...")  # the engine runs, and loads
-        assert app.interrupt() < 3
+        assert app.interrupt() < 10
         assert app.process.returncode == 0
         assert app.errors() == ""
         assert app.engine_is_gone(within=1)
@@ -194,7 +194,7 @@ def test_ctrl_c_while_the_model_loads(data_dir: Path) -> None:
 def test_a_polite_kill_is_like_ctrl_c_and_a_second_ctrl_c_does_not_wait(data_dir: Path) -> None:
     with App(data_dir) as app:
         app.line_with(" ...")
-        assert app.interrupt(signal.SIGTERM) < 3
+        assert app.interrupt(signal.SIGTERM) < 10
         assert app.process.returncode == 0
     with App(data_dir) as app:
         app.line_with(" ...")

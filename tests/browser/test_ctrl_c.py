@@ -17,7 +17,7 @@ def test_ctrl_c_ends_the_server_in_time_and_keeps_what_was_written(context: Brow
     early = tab.wait_text_grows(20)
     begun = time.monotonic()
     own_server.stop()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 10  # a tab that kept it would keep it for ever
     assert own_server.output().splitlines()[-1] == "Ending; everything so far is kept."
     own_server.start().wait_for_page().wait_until_ready()
     expect(tab.status).to_be_hidden(timeout=60_000)

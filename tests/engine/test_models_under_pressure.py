@@ -57,7 +57,7 @@ async def test_a_reply_is_not_cut_because_another_model_comes(
     async for event in client.stream(ask(None, PROMPT, new=900)):
         if isinstance(event, Tokens):
             tokens += event.token_ids
-            loading = loading or asyncio.create_task(client.load(str(other_model)))
+            loading = loading or asyncio.create_task(client.load(str(other_model), dtype="float32"))
         elif not hasattr(event, "state"):
             ends.append(event)
     assert reasons(ends) == ["length"]
@@ -71,7 +71,7 @@ async def test_a_reply_is_not_cut_because_another_model_comes(
 async def test_requests_that_do_not_fit_beside_each_other_wait_for_each_other(
     client: EngineClient, tiny_model: Path, other_model: Path, tmp_path: Path
 ) -> None:
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     asked = [ask(None, [5] * 900, "a", 4), ask(other, [3] * 50, "b", 4), ask(None, [6] * 700, "c", 4)]
     asked += [ask(other, [7] * 150, "d", 40), ask(None, [8] * 40, "e", 60)]
     results = await asyncio.wait_for(asyncio.gather(*(collect(client, request) for request in asked)), 120)
@@ -85,7 +85,7 @@ async def test_requests_that_do_not_fit_beside_each_other_wait_for_each_other(
 async def test_replies_that_outgrow_the_budget_together_wait_for_each_other(
     client: EngineClient, other_model: Path
 ) -> None:
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     asked = [ask(None, PROMPT, "a", 500), ask(other, [3] * 50, "b", 110)]  # 152 and 120 KiB in the end
     results = await asyncio.wait_for(asyncio.gather(*(collect(client, request) for request in asked)), 120)
     assert [(len(tokens), reasons(ends)) for tokens, ends in results] == [(500, ["length"]), (110, ["length"])]
@@ -102,7 +102,7 @@ async def test_a_refused_load_takes_nothing_from_who_is_served(
     tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], float("nan"))
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelLoadError, match="broken"):
-        await client.load(str(broken))
+        await client.load(str(broken), dtype="float32")
     after = await client.snapshot()
     assert (after.pool_bytes, after.used_bytes) == (before.pool_bytes, before.used_bytes)
     tokens, ends = await collect(client, ask(None, [5] * 900, new=4))
@@ -117,7 +117,7 @@ async def test_a_model_of_large_blocks_gets_them_from_caches_that_idle(
     await client.start()
     await client.wait_ready()
     await collect(client, ask(None, [5] * 150, new=4))
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     for _ in range(2):
         tokens, ends = await collect(client, ask(other, [3] * 40, new=8))
         assert (reasons(ends), len(tokens)) == (["length"], 8)
@@ -132,13 +132,13 @@ async def test_weights_that_are_not_the_same_any_more_are_refused(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(other_model, folder)
-    served = await client.load(str(folder))
+    served = await client.load(str(folder), dtype="float32")
     await collect(client, ask(served, PROMPT))
     await collect(client, ask(None, PROMPT))  # so that the other is the one to go
     no_room_for_weights()
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)
-    await client.load(str(copy))
+    await client.load(str(copy), dtype="float32")
     assert (await weights(client))["model"] is False
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = -tensors["lm_head.weight"]
@@ -161,7 +161,7 @@ async def test_the_same_weights_with_another_template_are_read_from_their_own_fo
     folder = tmp_path / "another template"
     shutil.copytree(tiny_model, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    served = await client.load(str(folder))
+    served = await client.load(str(folder), dtype="float32")
     assert client.state.capabilities is not None
     assert served.fingerprint == client.state.capabilities.fingerprint
     assert (served.model_name, served.model_path) == ("another template", str(folder))
@@ -179,7 +179,7 @@ async def test_a_bound_on_the_context_bounds_shorter_models_no_further(
     (short / "config.json").write_text(
         settings.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 256')
     )
-    assert (await client.load(str(short))).context_length == 256
+    assert (await client.load(str(short), dtype="float32")).context_length == 256
     await client.close()
 
 
@@ -204,6 +204,6 @@ async def test_no_memory_to_change_a_pool_harms_nobody(
 
     monkeypatch.setattr(KVPool, "resize", no_memory)
     with pytest.raises(ModelLoadError, match="no room in the cache"):
-        await client.load(str(other_model))
+        await client.load(str(other_model), dtype="float32")
     tokens, _ = await collect(client, ask(None, PROMPT))
     assert len(tokens) == 8

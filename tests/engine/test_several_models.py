@@ -76,7 +76,7 @@ async def test_each_answers_as_it_would_alone_and_finds_its_cache_again(
 ) -> None:
     first, (end,) = await collect(client, ask(None, PROMPT))
     assert first == await alone(tiny_model, tmp_path, PROMPT)
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     assert (other.model_name, client.serves(other.fingerprint)) == ("other-llama", True)
     second, (end,) = await collect(client, ask(other, PROMPT))
     assert second == await alone(other_model, tmp_path, PROMPT) != first
@@ -92,7 +92,7 @@ async def test_their_pools_share_one_budget(client: EngineClient, other_model: P
     await collect(client, ask(None, PROMPT))
     before = await client.snapshot()
     assert before.pool_bytes <= before.budget_bytes == 2 * MIB
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     shared = await client.snapshot()
     assert shared.pool_bytes <= shared.budget_bytes == 2 * MIB
     assert shared.used_bytes == before.used_bytes, "what was warm stays warm"
@@ -107,7 +107,7 @@ async def test_their_pools_share_one_budget(client: EngineClient, other_model: P
 
 
 async def test_who_comes_back_gets_half_of_the_budget_again(client: EngineClient, other_model: Path) -> None:
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     pools = {model.name: model.total_blocks * model.block_bytes for model in (await client.snapshot()).models}
     assert pools["tiny-llama"] == 0, "it had nothing to keep"
     assert pools["other-llama"] == 2 * MIB - 2 * MIB % (other.kv_bytes_per_token * other.block_size)
@@ -125,7 +125,7 @@ async def test_a_load_leaves_a_running_reply_as_it_is(
     async for event in client.stream(ask(None, PROMPT, new=300)):
         if isinstance(event, Tokens):
             tokens += event.token_ids
-            loading = loading or asyncio.create_task(client.load(str(other_model)))
+            loading = loading or asyncio.create_task(client.load(str(other_model), dtype="float32"))
     assert loading is not None
     other = await loading
     assert tokens == await alone(tiny_model, tmp_path, PROMPT, 300)
@@ -141,7 +141,7 @@ async def test_weights_give_way_and_the_cache_stays(
     free = iter([0])  # what is free at the first look, and then as much as there is
     real = memory.available
     monkeypatch.setattr(memory, "available", lambda device: real(device) if next(free, None) is None else 0)
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     assert await weights(client) == {"tiny-llama": False, "other-llama": True}
     free = iter([0])
     _, (end,) = await collect(client, ask(None, [*PROMPT, *first, 9]))
@@ -156,7 +156,7 @@ async def test_a_model_too_large_for_the_memory_is_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setattr(memory, "available", lambda device: 10 * MIB)
     with pytest.raises(ModelLoadError, match=r"other-llama needs 2\d\d MiB of memory .* 10 MiB are free on cpu"):
-        await client.load(str(other_model))
+        await client.load(str(other_model), dtype="float32")
     monkeypatch.undo()
     tokens, _ = await collect(client, ask(None, PROMPT))
     assert len(tokens) == 8
@@ -164,7 +164,7 @@ async def test_a_model_too_large_for_the_memory_is_refused_with_the_numbers(
 
 async def test_what_cannot_be_loaded_is_named_and_harms_nobody(client: EngineClient, tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="nowhere"):
-        await client.load(str(tmp_path / "nowhere"))
+        await client.load(str(tmp_path / "nowhere"), dtype="float32")
     assert client.state.phase == "ready"
     assert client.state.loads == ()
     tokens, _ = await collect(client, ask(None, PROMPT))
@@ -175,7 +175,7 @@ async def test_the_same_contents_are_the_same_model(client: EngineClient, tiny_m
     first, _ = await collect(client, ask(None, PROMPT))
     copy = tmp_path / "copy"
     shutil.copytree(tiny_model, copy)
-    served = await client.load(str(copy))
+    served = await client.load(str(copy), dtype="float32")
     assert client.state.capabilities is not None
     assert served.fingerprint == client.state.capabilities.fingerprint
     assert len((await client.snapshot()).models) == 1
@@ -188,18 +188,18 @@ async def test_new_weights_under_the_old_name_are_another_model(
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)
-    old = await client.load(str(folder))
+    old = await client.load(str(folder), dtype="float32")
     first, _ = await collect(client, ask(old, PROMPT))
     shutil.rmtree(folder)
     shutil.copytree(other_model, folder)
-    new = await client.load(str(folder))
+    new = await client.load(str(folder), dtype="float32")
     assert new.fingerprint != old.fingerprint
     second, (end,) = await collect(client, ask(new, PROMPT))
     assert end.usage.device_tokens == 0
     assert second == await alone(other_model, tmp_path, PROMPT) != first
     settings = folder / "config.json"
     settings.write_text(settings.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
-    changed = await client.load(str(folder))
+    changed = await client.load(str(folder), dtype="float32")
     assert changed.fingerprint not in (old.fingerprint, new.fingerprint), "the same weights, other positions"
 
 
@@ -218,7 +218,7 @@ async def test_how_far_a_load_is_can_be_watched(client: EngineClient, other_mode
             stages.extend(load.stage for load in state.loads)
 
     watching = asyncio.create_task(watch())
-    await client.load(str(other_model))
+    await client.load(str(other_model), dtype="float32")
     watching.cancel()
     assert "loading weights" in stages
 
@@ -229,9 +229,9 @@ async def test_a_restarted_engine_serves_what_it_started_with(
     client = EngineClient(config(tiny_model, tmp_path))
     await client.start()
     first = await client.wait_ready()
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     assert client.serves(first.fingerprint) and client.serves(other.fingerprint)
-    loading = asyncio.create_task(client.load(str(other_model)))
+    loading = asyncio.create_task(client.load(str(other_model), dtype="float32"))
     await asyncio.sleep(0)
     assert client.pid is not None
 
@@ -246,7 +246,7 @@ async def test_a_restarted_engine_serves_what_it_started_with(
 
 async def test_a_dropped_session_leaves_every_model(client: EngineClient, other_model: Path) -> None:
     await collect(client, ask(None, PROMPT))
-    other = await client.load(str(other_model))
+    other = await client.load(str(other_model), dtype="float32")
     await collect(client, ask(other, PROMPT))
     assert (await client.snapshot()).session_tokens == {"s": 2 * (len(PROMPT) + 7)}
     dropped = await client.drop("s")
