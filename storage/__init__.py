@@ -19,13 +19,24 @@ from storage.errors import (
     UnknownSession,
 )
 from storage.inspection import SQLITE, DatabaseReport, inspect_database
-from storage.records import KEEP, MessageRecord, ModelRecord, SessionRecord, SessionSummary, TurnRecord, UserRecord
+from storage.records import (
+    KEEP,
+    CacheEventRecord,
+    KeptSession,
+    MessageRecord,
+    ModelRecord,
+    SessionRecord,
+    SessionSummary,
+    TurnRecord,
+    UserRecord,
+)
 from storage.saved import read_saved_settings
 from storage.store import Store
 
 __all__ = [
     "KEEP",
     "SQLITE",
+    "CacheEventRecord",
     "DataDirectoryError",
     "DatabaseBusy",
     "DatabaseDamaged",
@@ -35,6 +46,7 @@ __all__ = [
     "DiskFull",
     "InvalidText",
     "InvalidValue",
+    "KeptSession",
     "MessageRecord",
     "MigrationFailed",
     "ModelRecord",

@@ -66,6 +66,7 @@ class SessionRow(Base):
     __table_args__ = (
         _one_of("origin", ("chat", "api")),
         Index("ix_sessions_list", "user_id", "origin", "updated_at", "id"),
+        Index("ix_sessions_kept", "id", sqlite_where=text("pinned OR ttl_s IS NOT NULL")),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -78,6 +79,8 @@ class SessionRow(Base):
         ForeignKey("messages.id", ondelete="SET NULL", use_alter=True), index=True
     )
     model_id: Mapped[str | None] = mapped_column(ForeignKey("models.id", ondelete="SET NULL"), index=True)
+    pinned: Mapped[bool] = mapped_column(server_default="0")
+    ttl_s: Mapped[float | None]
     title: Mapped[str]
     system_prompt: Mapped[str]
 
@@ -130,6 +133,7 @@ class TurnRow(Base):
         CheckConstraint(
             "min(prompt_tokens, device_tokens, computed_tokens, recomputed_tokens, output_tokens) >= 0", name="tokens"
         ),
+        CheckConstraint("min(host_tokens, disk_tokens) >= 0", name="tiers"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -144,6 +148,40 @@ class TurnRow(Base):
     total_s: Mapped[float]
     finish_reason: Mapped[str]
     created_at: Mapped[float]
+    host_tokens: Mapped[int] = mapped_column(server_default="0")
+    disk_tokens: Mapped[int] = mapped_column(server_default="0")
+    restore_s: Mapped[float] = mapped_column(server_default="0")
+    fingerprint: Mapped[str] = mapped_column(server_default=text("''"))
+    miss_position: Mapped[int | None]
+    miss_message: Mapped[int | None]
+    miss_role: Mapped[str | None]
+    miss_cause: Mapped[str | None]
+    miss_detail: Mapped[str | None]
+
+
+class CacheEventRow(Base):
+    """One thing that happened to the cache; `session_id` None: it was nobody's alone. Numbered as they came."""
+
+    __tablename__ = "cache_events"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[float]
+    action: Mapped[str]
+    session_id: Mapped[str | None] = mapped_column(ForeignKey("sessions.id", ondelete="CASCADE"), index=True)
+    source: Mapped[str | None]
+    target: Mapped[str | None]
+    blocks: Mapped[int]
+    bytes: Mapped[int]
+    age_s: Mapped[float]
+    reason: Mapped[str]
+
+
+class PendingDropRow(Base):
+    """A session that was deleted here, and that the engine has still to forget."""
+
+    __tablename__ = "pending_drops"
+
+    session_id: Mapped[str] = mapped_column(primary_key=True)
 
 
 class SettingRow(Base):

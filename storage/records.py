@@ -66,6 +66,10 @@ class SessionSummary:
     """The message the conversation stands at; None while there is none."""
     expires_at: float | None
     """When `delete_expired` removes it; None: never."""
+    pinned: bool = False
+    """Whether its cache is to stay where it is."""
+    ttl_s: float | None = None
+    """How long its unused cache stays in a tier, in seconds; None: as long as everybody's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +106,13 @@ class MessageRecord:
 class TurnRecord:
     """The figures of one reply, counted where the work was done.
 
-    `prompt_tokens` = `device_tokens` (reused) + `computed_tokens`; `recomputed_tokens` are those forwarded again
-    after a preemption. A duration is None where there is none (no first token, a single token).
+    `prompt_tokens` = `device_tokens` + `host_tokens` + `disk_tokens` (reused, by the tier that had them) +
+    `computed_tokens`; `recomputed_tokens` are those forwarded again after a preemption. A duration is None where there
+    is none (no first token, a single token). `restore_s` was spent bringing tokens back. `fingerprint` is that of the
+    model that wrote the reply, "" where it was not recorded.
+
+    Why the tokens after the first `miss_position` were not found: `miss_cause` and `miss_detail`; they begin in message
+    number `miss_message` of the prompt, of role `miss_role` (None: that cannot be said). All None: nothing was missed.
     """
 
     message_id: str
@@ -116,6 +125,42 @@ class TurnRecord:
     tpot_s: float | None
     total_s: float
     finish_reason: str
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    restore_s: float = 0.0
+    fingerprint: str = ""
+    miss_position: int | None = None
+    miss_message: int | None = None
+    miss_role: str | None = None
+    miss_cause: str | None = None
+    miss_detail: str | None = None
     created_at: float | None = None
     """None: `Store.add_turn` writes the time of the call."""
     id: str = field(default_factory=new_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEventRecord:
+    """One thing that happened to the cache: `blocks` of `bytes` left `source` and came to `target` (None: nowhere).
+
+    `session_id` None: they were nobody's alone. `age_s` is the time since their last use, `reason` is for people.
+    """
+
+    at: float
+    action: str
+    session_id: str | None
+    source: str | None
+    target: str | None
+    blocks: int
+    bytes: int
+    age_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSession:
+    """A session whose cache is pinned, or has a time to live of its own in seconds."""
+
+    id: str
+    pinned: bool
+    ttl_s: float | None

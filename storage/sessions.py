@@ -25,6 +25,8 @@ _SUMMARY = (
     SessionRow.updated_at,
     SessionRow.leaf_id,
     SessionRow.expires_at,
+    SessionRow.pinned,
+    SessionRow.ttl_s,
 )
 
 
@@ -53,6 +55,8 @@ def insert_session(db: Session, record: SessionRecord) -> SessionRecord:
             title=record.title,
             system_prompt=record.system_prompt,
             model_id=record.model_id,
+            pinned=record.pinned,
+            ttl_s=record.ttl_s,
         )
     )
     db.flush()

@@ -2,26 +2,22 @@
 
 A call's SQL runs on one writing thread or on one of a few reading threads, in a transaction of its own; what comes back
 is a frozen record. A call that returned is on the disk. A cancelled write that had begun is still carried out.
-This module knows threads; the queries are in `sessions`, `messages` and `saved`, the file in `database`.
+The queries are in `sessions`, `messages`, `catalog`, `saved` and `cache_tables`, the threads in `threads`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy.orm import Session
 
 from storage import catalog, messages, saved, sessions
-from storage.database import READERS, Database
-from storage.deletion import mark_scrub_due, scrub_if_due
-from storage.errors import StoreClosed
-from storage.migrate import open_database
+from storage.cache_tables import CacheTables, note_drops
+from storage.deletion import mark_scrub_due
 from storage.records import (
     KEEP,
     Keep,
@@ -36,19 +32,19 @@ from storage.records import (
     UserRecord,
     new_id,
 )
-
-T = TypeVar("T")
+from storage.threads import Threads
 
 
 class Store:
-    """The database of one data directory. Usable from one event loop; every method may raise a StorageError."""
+    """The database of one data directory. Usable from one event loop; every method may raise a StorageError.
 
-    def __init__(self, database: Database, writer: ThreadPoolExecutor, clock: Callable[[], float]) -> None:
-        self._database = database
+    `cache` has the tables about the cache.
+    """
+
+    def __init__(self, threads: Threads, clock: Callable[[], float]) -> None:
+        self._threads = threads
         self._clock = clock
-        self._writer = writer
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="keepwarm-reader")
-        self._closed = False
+        self.cache = CacheTables(threads)
 
     @classmethod
     async def open(cls, data_dir: Path, clock: Callable[[], float] = time.time) -> Store:
@@ -56,43 +52,18 @@ class Store:
 
         Raises DataDirectoryError, DatabaseDamaged, DatabaseTooNew, MigrationFailed, DatabaseBusy or DiskFull.
         """
-        writer = ThreadPoolExecutor(1, thread_name_prefix="keepwarm-writer")
-        try:
-            database = await asyncio.get_running_loop().run_in_executor(writer, open_database, data_dir)
-        except BaseException:
-            writer.shutdown(wait=False)
-            raise
-        return cls(database, writer, clock)
+        return cls(await Threads.open(data_dir), clock)
 
     async def close(self) -> None:
         """Finish the writes that were asked for, then close the file. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        await asyncio.to_thread(self._readers.shutdown)
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._close_database)
-        self._writer.shutdown(wait=False)
-
-    def _close_database(self) -> None:
-        scrub_if_due(self._database)
-        self._database.close()
-
-    async def _write(self, work: Callable[[Session], T]) -> T:
-        if self._closed:
-            raise StoreClosed
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._database.write, work)
-
-    async def _read(self, work: Callable[[Session], T]) -> T:
-        if self._closed:
-            raise StoreClosed
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._database.read, work)
+        await self._threads.close()
 
     # Users
 
     async def implicit_admin(self) -> UserRecord:
         """The one user of a loopback installation ("local", an admin), made with a random salt at the first call."""
         now = self._clock()
-        return await self._write(lambda db: sessions.implicit_admin(db, now))
+        return await self._threads.write(lambda db: sessions.implicit_admin(db, now))
 
     # Sessions
 
@@ -120,11 +91,11 @@ class Store:
             expires_at=expires_at,
             model_id=model_id,
         )
-        return await self._write(lambda db: sessions.insert_session(db, record))
+        return await self._threads.write(lambda db: sessions.insert_session(db, record))
 
     async def session(self, user_id: str, session_id: str) -> SessionRecord | None:
         """The session; None when there is none or it is another user's."""
-        return await self._read(lambda db: sessions.find_session(db, user_id, session_id))
+        return await self._threads.read(lambda db: sessions.find_session(db, user_id, session_id))
 
     async def sessions(
         self,
@@ -138,7 +109,7 @@ class Store:
 
         `before` continues a list: the last record of the page so far (exact), or a time (sessions touched earlier).
         """
-        return await self._read(lambda db: sessions.list_sessions(db, user_id, origin, limit, before))
+        return await self._threads.read(lambda db: sessions.list_sessions(db, user_id, origin, limit, before))
 
     async def update_session(
         self,
@@ -150,6 +121,8 @@ class Store:
         leaf_id: str | Keep | None = KEEP,
         model_id: str | Keep | None = KEEP,
         expires_at: float | Keep | None = KEEP,
+        pinned: bool | Keep = KEEP,
+        ttl_s: float | Keep | None = KEEP,
         touch: bool = True,
     ) -> SessionRecord | None:
         """Change what is given, and move the session to the top of the list if `touch`; the session as it is now.
@@ -162,6 +135,8 @@ class Store:
             "leaf_id": leaf_id,
             "model_id": model_id,
             "expires_at": expires_at,
+            "pinned": pinned,
+            "ttl_s": ttl_s,
         }
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not KEEP}
         if touch:
@@ -173,11 +148,11 @@ class Store:
                 messages.rekey(db, session_id)
             return session
 
-        return await self._write(work)
+        return await self._threads.write(work)
 
     async def settle_session(self, session_id: str, *, title: str, model_id: str) -> None:
         """Give the session this title and this model where it has none yet; a forgotten model counts as none."""
-        await self._write(lambda db: sessions.settle_session(db, session_id, title, model_id))
+        await self._threads.write(lambda db: sessions.settle_session(db, session_id, title, model_id))
 
     async def delete_session(self, user_id: str, session_id: str) -> bool:
         """Delete the session with all that belongs to it; False when it is not this user's.
@@ -196,12 +171,13 @@ class Store:
             found = find(db)
             if found:
                 sessions.delete_sessions(db, found)
+                note_drops(db, found)
                 mark_scrub_due(db)
             return found
 
-        found = await self._write(work)
-        if found:  # a job of its own, so that deletions that came together share it
-            await asyncio.get_running_loop().run_in_executor(self._writer, scrub_if_due, self._database)
+        found = await self._threads.write(work)
+        if found:
+            await self._threads.scrub()
         return found
 
     # Models
@@ -209,24 +185,24 @@ class Store:
     async def save_model(self, *, name: str, source: str, adapter: str = "") -> ModelRecord:
         """The model of this source and adapter, made now if it is new; `name` gets a number where it is taken."""
         now = self._clock()
-        return await self._write(lambda db: catalog.save_model(db, name, source, adapter, now))
+        return await self._threads.write(lambda db: catalog.save_model(db, name, source, adapter, now))
 
     async def models(self) -> list[ModelRecord]:
         """All models that were loaded once, the last used first."""
-        return await self._read(catalog.list_models)
+        return await self._threads.read(catalog.list_models)
 
     async def touch_model(self, model_id: str) -> bool:
         """Note that a model is used now; False when there is no such model."""
         now = self._clock()
-        return await self._write(lambda db: catalog.touch_model(db, model_id, now))
+        return await self._threads.write(lambda db: catalog.touch_model(db, model_id, now))
 
     async def chats_of_model(self, model_id: str) -> int:
         """How many chats of the page are held with a model."""
-        return await self._read(lambda db: catalog.chats_of(db, model_id))
+        return await self._threads.read(lambda db: catalog.chats_of(db, model_id))
 
     async def delete_model(self, model_id: str) -> bool:
         """Forget a model; its sessions then have none. False when there is no such model."""
-        return await self._write(lambda db: catalog.delete_model(db, model_id))
+        return await self._threads.write(lambda db: catalog.delete_model(db, model_id))
 
     # Messages
 
@@ -248,7 +224,7 @@ class Store:
         Raises UnknownSession, UnknownMessage (the parent), InvalidText, InvalidValue (a role, a status, a token id).
         """
         now = self._clock()
-        return await self._write(
+        return await self._threads.write(
             lambda db: messages.insert_message(
                 db,
                 message_id=new_id(),
@@ -281,49 +257,49 @@ class Store:
         changes: dict[str, Any] = {name: value for name, value in given.items() if value is not KEEP}
         ids = None if isinstance(token_ids, Keep) else tuple(token_ids)
         name = None if isinstance(tokenizer, Keep) else tokenizer
-        return await self._write(lambda db: messages.change_message(db, message_id, changes, ids, name))
+        return await self._threads.write(lambda db: messages.change_message(db, message_id, changes, ids, name))
 
     async def path(self, session_id: str, leaf_id: str | None = None) -> list[MessageRecord]:
         """The messages from the root to `leaf_id` (None: the session's leaf), with token ids; [] for an empty session.
 
         Raises UnknownMessage when `leaf_id` is no message of the session.
         """
-        return await self._read(lambda db: messages.read_path(db, session_id, leaf_id))
+        return await self._threads.read(lambda db: messages.read_path(db, session_id, leaf_id))
 
     async def children(self, message_id: str | None, session_id: str) -> list[MessageRecord]:
         """The messages right under `message_id` (None: the roots) in the order they were added; no token ids."""
-        return await self._read(lambda db: messages.read_children(db, message_id, session_id))
+        return await self._threads.read(lambda db: messages.read_children(db, message_id, session_id))
 
     async def find_paths(self, user_id: str, path_key: str, limit: int = 20) -> list[MessageRecord]:
         """This user's messages whose whole path has this key (`storage.keys`), the newest first; no token ids."""
-        return await self._read(lambda db: messages.read_paths_with_key(db, user_id, path_key, limit))
+        return await self._threads.read(lambda db: messages.read_paths_with_key(db, user_id, path_key, limit))
 
     async def interrupt_streaming(self) -> int:
         """At start: what a dead server left "streaming" becomes "interrupted"; how many messages that were."""
-        return await self._write(messages.interrupt_streaming)
+        return await self._threads.write(messages.interrupt_streaming)
 
     # Turns
 
     async def add_turn(self, turn: TurnRecord) -> TurnRecord:
         """Store the figures of a reply; returns them with `created_at` filled. Raises UnknownMessage, InvalidValue."""
         stored = turn if turn.created_at is not None else dataclasses.replace(turn, created_at=self._clock())
-        await self._write(lambda db: messages.insert_turn(db, stored))
+        await self._threads.write(lambda db: messages.insert_turn(db, stored))
         return stored
 
     async def turns(self, session_id: str) -> dict[str, TurnRecord]:
         """The newest turn of each message of the session, by message id."""
-        return await self._read(lambda db: messages.read_turns(db, session_id))
+        return await self._threads.read(lambda db: messages.read_turns(db, session_id))
 
     # Settings saved in the app
 
     async def saved_settings(self) -> dict[str, str]:
         """Every saved setting, by key."""
-        return await self._read(saved.saved_settings)
+        return await self._threads.read(saved.saved_settings)
 
     async def save_setting(self, key: str, value: str) -> None:
         """Save one, replacing an older value."""
-        await self._write(lambda db: saved.save_setting(db, key, value))
+        await self._threads.write(lambda db: saved.save_setting(db, key, value))
 
     async def forget_setting(self, key: str) -> bool:
         """Remove one; False when it was not saved."""
-        return await self._write(lambda db: saved.forget_setting(db, key))
+        return await self._threads.write(lambda db: saved.forget_setting(db, key))

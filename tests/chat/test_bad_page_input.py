@@ -148,7 +148,7 @@ async def test_a_full_disk_is_told_in_the_page(
     http: httpx.AsyncClient, page: gr.Blocks, service: ChatService, store: Store
 ) -> None:
     def limit(pages: int) -> None:
-        with store._database.raw() as connection:
+        with store._threads.database.raw() as connection:
             (there,) = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count={there + pages}").fetchone()
 
@@ -166,10 +166,10 @@ async def test_a_full_disk_is_told_in_the_page(
 async def test_a_damaged_database_is_told_where_the_chats_are_listed(http: httpx.AsyncClient, store: Store) -> None:
     before = (await http.get("/page/state")).json()
     assert before["chats"] == []
-    with store._database.raw() as connection:
+    with store._threads.database.raw() as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    os.truncate(store._database.path, 0)
-    store._database.reader.dispose()
+    os.truncate(store._threads.database.path, 0)
+    store._threads.database.reader.dispose()
     answer = await http.get("/page/state")
     assert answer.status_code == 200
     state = answer.json()

@@ -17,7 +17,7 @@ from typing import Any
 
 from alembic.script import ScriptDirectory
 
-from storage import Store, TurnRecord, UserRecord
+from storage import CacheEventRecord, Store, TurnRecord, UserRecord
 from storage.database import FILE_NAME
 from storage.migrate import SCRIPTS
 
@@ -44,6 +44,7 @@ async def fill(store: Store) -> None:
     await _chats_with_models(store, user)
     await store.save_setting("device_kv", "256MiB")
     await store.save_setting("theme", "dark 🌙")
+    await _what_the_cache_did(store, user)
 
 
 async def _a_chat_with_branches(store: Store, user: UserRecord) -> None:
@@ -89,6 +90,44 @@ async def _chats_with_models(store: Store, user: UserRecord) -> None:
     await store.save_model(name="tiny", source="owner/tiny")
 
 
+async def _what_the_cache_did(store: Store, user: UserRecord) -> None:
+    """In an API chat too: pinned, with a reply that came from every tier, its events, and a deletion still owed."""
+    chat = await store.create_session(user.id, origin="api")
+    await store.update_session(user.id, chat.id, pinned=True, ttl_s=5400.5, touch=False)
+    question = await _say(store, chat.id, None, "user", "Still warm?")
+    reply = await _say(store, chat.id, question, "assistant", "Mostly.", finish_reason="stop")
+    turn = TurnRecord(
+        message_id=reply,
+        prompt_tokens=200,
+        device_tokens=64,
+        host_tokens=32,
+        disk_tokens=33,
+        computed_tokens=71,
+        recomputed_tokens=0,
+        output_tokens=3,
+        ttft_s=0.25,
+        tpot_s=0.125,
+        total_s=0.5,
+        restore_s=0.0625,
+        finish_reason="stop",
+        fingerprint="f" * 32,
+        miss_position=129,
+        miss_message=2,
+        miss_role="user",
+        miss_cause="evicted",
+        miss_detail="disk: 30 days unused",
+    )
+    await store.add_turn(turn)
+    for session_id, source, target in ((chat.id, "device", "host"), (None, "host", None), (chat.id, "host", "disk")):
+        event = CacheEventRecord(
+            at=1_750_000_000.5, action="demoted", session_id=session_id, source=source, target=target,
+            blocks=3, bytes=2**33, age_s=0.25, reason="over the 95% mark – 温",
+        )  # fmt: skip
+        await store.cache.add_events([event])
+    gone = await store.create_session(user.id, origin="api")
+    await store.delete_session(user.id, gone.id)
+
+
 async def _say(store: Store, session_id: str, parent_id: str | None, role: Any, text: str, **more: Any) -> str:
     message = await store.add_message(
         session_id, parent_id=parent_id, role=role, text=text, token_ids=ids(text), tokenizer="smollm2", **more
@@ -118,6 +157,9 @@ async def describe(store: Store) -> dict[str, Any]:
         "chats": chats,
         "models": [dataclasses.asdict(model) for model in await store.models()],
         "settings": await store.saved_settings(),
+        "events": [dataclasses.asdict(event) for event in await store.cache.events(100)],
+        "kept": [dataclasses.asdict(session) for session in await store.cache.kept_sessions()],
+        "pending_drops": await store.cache.pending_drops(),
     }
     return json.loads(json.dumps(whole))  # type: ignore[no-any-return]
 

@@ -68,7 +68,7 @@ def recorded_sql(engine: Engine) -> Iterator[list[tuple[str, Any]]]:
 
 def add_other_user(store: Store, user_id: str = "other") -> str:
     """A second user, whom no public method makes yet."""
-    store._database.write(
+    store._threads.database.write(
         lambda db: db.connection().exec_driver_sql(
             "INSERT INTO users (id, name, role, salt, created_at) VALUES (?, ?, 'user', zeroblob(16), 0)",
             (user_id, user_id),

@@ -75,15 +75,15 @@ async def test_sql_runs_on_threads_of_its_own(store: Store) -> None:
     def name(_: Any) -> str:
         return threading.current_thread().name
 
-    writers = set(await asyncio.gather(*(store._write(name) for _ in range(8))))
-    readers = set(await asyncio.gather(*(store._read(name) for _ in range(8))))
+    writers = set(await asyncio.gather(*(store._threads.write(name) for _ in range(8))))
+    readers = set(await asyncio.gather(*(store._threads.read(name) for _ in range(8))))
     assert len(writers) == 1
     assert threading.current_thread().name not in writers | readers
     assert not writers & readers
 
 
 async def test_a_lock_that_stays_is_named(tmp_path: Path, store: Store) -> None:
-    with store._database.raw() as connection:
+    with store._threads.database.raw() as connection:
         connection.execute("PRAGMA busy_timeout=1").fetchone()
     with closing(sqlite3.connect(tmp_path / "data" / FILE_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -108,7 +108,7 @@ async def test_a_cancelled_write_that_began_is_whole(tmp_path: Path, store: Stor
         go_on.wait(10)
         db.connection().exec_driver_sql("INSERT INTO settings VALUES ('second', '2')")
 
-    task = asyncio.create_task(store._write(slow))
+    task = asyncio.create_task(store._threads.write(slow))
     await asyncio.to_thread(began.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

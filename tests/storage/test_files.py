@@ -73,8 +73,8 @@ async def test_the_rules_hold_on_every_connection(store: Store) -> None:
         return {name: db.connection().exec_driver_sql(f"PRAGMA {name}").scalar() for name in names}
 
     rules = {"journal_mode": "wal", "foreign_keys": 1, "secure_delete": 1, "synchronous": 2, "busy_timeout": 10_000}
-    assert store._database.write(pragmas) == rules | {"query_only": 0}
-    assert store._database.read(pragmas) == rules | {"query_only": 1}
+    assert store._threads.database.write(pragmas) == rules | {"query_only": 0}
+    assert store._threads.database.read(pragmas) == rules | {"query_only": 1}
 
 
 def truncated(data: bytes) -> bytes:
@@ -127,13 +127,13 @@ def test_reading_settings_of_a_damaged_file_names_it(tmp_path: Path) -> None:
 async def test_a_full_disk_loses_only_the_refused_call(store: Store, user: UserRecord, say: Any) -> None:
     session = await store.create_session(user.id)
     first = await say(session.id, None, "user", "kept")
-    with store._database.raw() as connection:
+    with store._threads.database.raw() as connection:
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count={pages}").fetchone()
     with pytest.raises(DiskFull, match="make room"):
         await say(session.id, first, "assistant", "x" * 1_000_000)
     assert await store.path(session.id) == [first]
-    with store._database.raw() as connection:
+    with store._threads.database.raw() as connection:
         connection.execute("PRAGMA max_page_count=1000000").fetchone()
     await say(session.id, first, "assistant", "x" * 1_000_000)
     assert len(await store.path(session.id)) == 2
@@ -142,7 +142,7 @@ async def test_a_full_disk_loses_only_the_refused_call(store: Store, user: UserR
 async def test_nothing_is_stored_in_a_file_that_was_deleted_or_replaced(
     tmp_path: Path, store: Store, user: UserRecord
 ) -> None:
-    path = store._database.path
+    path = store._threads.database.path
     kept = await store.create_session(user.id)
     path.rename(tmp_path / "away")
     with pytest.raises(DatabaseFailed, match="it was deleted or replaced; put it back, or start Keepwarm again"):
@@ -180,14 +180,14 @@ async def fill(store: Store, user: UserRecord) -> dict[str, str]:
             for length in (1, dice.choice([20, 30, 40, 80, 100])):
                 sql("UPDATE messages SET text = ? WHERE id = ?", (canary * length, message_id))
 
-    store._database.write(grow)
+    store._threads.database.write(grow)
     return canaries
 
 
 async def test_deleted_text_leaves_every_file(tmp_path: Path, store: Store, user: UserRecord) -> None:
     canaries = await fill(store, user)
     kept, _ = canaries.popitem()
-    make_backup(store._database.path, "0000")
+    make_backup(store._threads.database.path, "0000")
     for canary, session_id in canaries.items():
         assert len(files_with(tmp_path, canary)) >= 2
         assert await store.delete_session(user.id, session_id) is True
@@ -207,14 +207,14 @@ async def test_a_deletion_cut_short_is_finished_at_the_next_start(
     remains = ""
     while canaries and not remains:  # SQLite leaves copies behind only now and then
         canary, session_id = canaries.popitem()
-        store._database.write(lambda db, gone=session_id: delete_and_die(db, gone))  # type: ignore[misc]
-        with store._database.raw() as connection:
+        store._threads.database.write(lambda db, gone=session_id: delete_and_die(db, gone))  # type: ignore[misc]
+        with store._threads.database.raw() as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         if files_with(tmp_path, canary):
             remains = canary
     assert remains, "secure_delete alone was enough here: this test shows nothing"
-    make_backup(store._database.path, "0000")
-    store._database.close()
+    make_backup(store._threads.database.path, "0000")
+    store._threads.database.close()
     assert files_with(tmp_path, remains) == ["keepwarm-0000.sqlite3", FILE_NAME]
     again = await Store.open(tmp_path / "data")
     assert files_with(tmp_path, remains) == []
@@ -224,24 +224,24 @@ async def test_a_deletion_cut_short_is_finished_at_the_next_start(
 
 async def test_a_backup_that_cannot_be_edited_goes(tmp_path: Path, store: Store, user: UserRecord) -> None:
     session = await store.create_session(user.id)
-    backup = make_backup(store._database.path, "0000")
+    backup = make_backup(store._threads.database.path, "0000")
     backup.write_bytes(b"rubbish")
     assert await store.delete_session(user.id, session.id)
-    assert backups(store._database.path) == []
+    assert backups(store._threads.database.path) == []
 
 
 async def test_a_reader_in_the_way_postpones_the_scrub(
     store: Store, user: UserRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = await store.create_session(user.id, title="canary")
-    with store._database.raw() as connection:
+    with store._threads.database.raw() as connection:
         connection.execute("PRAGMA busy_timeout=0").fetchone()
-    with store._database.reader.begin() as reader:
+    with store._threads.database.reader.begin() as reader:
         assert reader.exec_driver_sql("SELECT count(*) FROM sessions").scalar() == 1
         assert await store.delete_session(user.id, session.id) is True
         assert "until the next try" in caplog.text
-    assert files_with(store._database.path.parent, "canary") != []
+    assert files_with(store._threads.database.path.parent, "canary") != []
     await store.close()
-    assert files_with(store._database.path.parent, "canary") == []
-    with closing(sqlite3.connect(store._database.path)) as connection:
+    assert files_with(store._threads.database.path.parent, "canary") == []
+    with closing(sqlite3.connect(store._threads.database.path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (0,)

@@ -102,14 +102,14 @@ async def test_a_system_prompt_beside_the_messages_counts_as_the_first(
 async def test_matching_is_by_index(store: Store, user: UserRecord, say: Any) -> None:
     session = await store.create_session(user.id)
     message = await say(session.id, None, "user", "x")
-    with recorded_sql(store._database.reader) as seen:
+    with recorded_sql(store._threads.database.reader) as seen:
         await store.find_paths(user.id, message.path_key)
         await store.path(session.id)
         await store.children(message.id, session.id)
         await store.turns(session.id)
     for statement, parameters in seen:
         if statement != "BEGIN":
-            rows = store._database.read(
+            rows = store._threads.database.read(
                 lambda db, s=statement, p=parameters: (  # type: ignore[misc]
                     db.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {s}", p).all()
                 )

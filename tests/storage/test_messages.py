@@ -149,7 +149,7 @@ async def test_a_growing_reply(store: Store, user: UserRecord, say: Any) -> None
     question = await say(session.id, None, "user", "count")
     reply = await say(session.id, question, "assistant", "", status="streaming", token_ids=())
     for text, ids in (("one", [1]), ("one two", [1, 2])):
-        with recorded_sql(store._database.writer) as seen:
+        with recorded_sql(store._threads.database.writer) as seen:
             assert await store.update_message(reply.id, text=text, token_ids=ids) is True
         writes = [statement for statement, _ in seen if statement.startswith(("UPDATE", "INSERT", "DELETE"))]
         assert [statement.split()[1] for statement in writes] == ["messages", "message_tokens"]
@@ -178,10 +178,10 @@ async def test_a_dead_servers_replies_are_interrupted(store: Store, user: UserRe
     done = await say(session.id, None, "user", "q")
     half = await say(session.id, done, "assistant", "half a rep", status="streaming")
     await say(session.id, done, "assistant", "", status="stopped")
-    with recorded_sql(store._database.writer) as seen:
+    with recorded_sql(store._threads.database.writer) as seen:
         assert await store.interrupt_streaming() == 1
     query = next(statement for statement, _ in seen if statement.startswith("SELECT"))
-    plan = store._database.read(lambda db: db.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {query}").all())
+    plan = store._threads.database.read(lambda db: db.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {query}").all())
     assert "ix_messages_streaming" in plan[0].detail
     assert await store.interrupt_streaming() == 0
     (_, read) = await store.path(session.id, half.id)
@@ -208,7 +208,7 @@ async def test_a_very_long_chat_is_read_and_deleted_whole(store: Store, user: Us
     """SQLite stops cascades at 1,000 nested triggers, and Python recursion at about as many calls."""
     session = await store.create_session(user.id)
     rows = [(f"m{i:04}", session.id, f"m{i - 1:04}" if i else None, i + 1, f"k{i}", f"text {i}") for i in range(3_000)]
-    store._database.write(
+    store._threads.database.write(
         lambda db: db.connection().exec_driver_sql(
             "INSERT INTO messages (id, session_id, parent_id, seq, role, status, created_at, path_key, text)"
             " VALUES (?, ?, ?, ?, 'user', 'complete', 0, ?, ?)",
@@ -219,5 +219,7 @@ async def test_a_very_long_chat_is_read_and_deleted_whole(store: Store, user: Us
     assert [message.text for message in path] == [f"text {i}" for i in range(3_000)]
     assert await store.delete_session(user.id, session.id) is True
     assert await store.children(None, session.id) == []
-    left = store._database.read(lambda db: db.connection().exec_driver_sql("SELECT count(*) FROM messages").scalar())
+    left = store._threads.database.read(
+        lambda db: db.connection().exec_driver_sql("SELECT count(*) FROM messages").scalar()
+    )
     assert left == 0

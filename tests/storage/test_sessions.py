@@ -132,8 +132,8 @@ async def test_a_list_of_5000_chats_reads_no_body(store: Store, user: UserRecord
             messages,
         )
 
-    store._database.write(fill)
-    with recorded_sql(store._database.reader) as seen:
+    store._threads.database.write(fill)
+    with recorded_sql(store._threads.database.reader) as seen:
         listed = await store.sessions(user.id)
     assert [each.title for each in listed[:2]] == ["chat 4999", "chat 4998"]
     assert len(listed) == 200
@@ -142,7 +142,7 @@ async def test_a_list_of_5000_chats_reads_no_body(store: Store, user: UserRecord
     assert begin == "BEGIN"
     for word in ("messages", "message_tokens", "turns", "system_prompt"):
         assert word not in statement
-    plan = store._database.read(
+    plan = store._threads.database.read(
         lambda db: db.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
     )
     assert [row.detail for row in plan] == ["SEARCH sessions USING INDEX ix_sessions_list (user_id=? AND origin=?)"]
