@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
+from chat.api_turn import ApiTurn
 from chat.bodies import body_of
-from chat.completion import ApiTurn
 from chat.errors import ChatError, ModelNotFound, StorageFailed
 from chat.event_stream import EventStream, unless_gone
 from chat.models import DEFAULT

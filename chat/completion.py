@@ -10,20 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from chat.errors import ChatError, EngineFailed, InvalidRequest, ModelNotFound, NotReady, StorageFailed, check_text
+from chat.api_turn import ApiTurn
+from chat.errors import ChatError, InvalidRequest, ModelNotFound, StorageFailed, check_text
 from chat.figures import RecentReplies
-from chat.generation import Ended, Engine, Generation, Piece, Reply
+from chat.generation import Engine, Generation, Reply
 from chat.matching import Match, longest_match
+from chat.misses import Misses
 from chat.model import Composed, LoadedModel
 from chat.templates import Entry
 from chat.turns import turn_record
 from chat.views import Status, TurnOptions
-from engine.protocol import Progress, Sampling
+from engine.protocol import Sampling
 from storage.errors import StorageError, UnknownModel
 from storage.records import UserRecord
 from storage.store import Store
@@ -34,8 +36,6 @@ EXPIRES_SECONDS = 30 * 24 * 3600.0
 MAX_N = 128
 HINTS = 4096  # session hints remembered
 PLAIN = Sampling(temperature=1.0)  # what OpenAI's clients expect where they say nothing
-
-ApiEvent = Progress | Piece | Ended
 
 
 @dataclass(frozen=True)
@@ -51,107 +51,6 @@ class Request:
     started: float
     n: int = 1
     hint: str | None = None
-
-
-class ApiTurn:
-    """The replies to one request: a task of the server, read by one client, stopped when that client goes away.
-
-    `matched_messages` of the client's messages were found in storage. `error` is set once the engine has failed it.
-    """
-
-    def __init__(self, generation: Generation, model: LoadedModel, session_id: str, matched_messages: int) -> None:
-        self.model = model
-        self.session_id = session_id
-        self.matched_messages = matched_messages
-        self._generation = generation
-        self._events: asyncio.Queue[ApiEvent | None] = asyncio.Queue()
-        self._heard = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._stopping: asyncio.Task[None] | None = None  # kept, because a task that nobody holds may vanish
-
-    @property
-    def replies(self) -> Sequence[Reply]:
-        """The `n` replies, growing until `finished`."""
-        return self._generation.replies
-
-    @property
-    def error(self) -> ChatError | None:
-        """Why the engine ended the turn, if it did."""
-        return self._generation.error
-
-    @property
-    def started(self) -> float:
-        """When the request came, on the service's timer."""
-        return self._generation.started
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self._generation.submit.token_ids)
-
-    async def accepted(self) -> None:
-        """Wait until the engine has taken the request. Raises its refusal."""
-        await self._heard.wait()
-        if self.error is not None:
-            raise self.error
-
-    def cut_by(self) -> ChatError | None:
-        """Why the replies ended before their end, if they did: the engine's error, or the server's own end."""
-        if self.error is None and not all(reply.over for reply in self.replies):
-            return NotReady("The server is shutting down; the reply is cut here.")
-        return self.error
-
-    async def events(self) -> AsyncIterator[Piece | Ended]:
-        """The text as it comes. The replies' `Ended` come last, once everything is stored; see `cut_by`."""
-        while (event := await self._events.get()) is not None:
-            if not isinstance(event, Progress):
-                yield event
-
-    async def finished(self) -> None:
-        """Wait until all replies are over and stored. Raises what cut them."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
-        if (cut := self.cut_by()) is not None:
-            raise cut
-
-    async def stop(self) -> None:
-        """End the replies where they are and wait until they are stored."""
-        if self._task is not None and not self._task.done():
-            await self._generation.stop()
-            await asyncio.wait([self._task])
-
-    def abandon(self) -> None:
-        """Stop without waiting, because the client went away; nothing happens to a turn that is over."""
-        if self._task is not None and not self._task.done():
-            self._stopping = asyncio.create_task(self.stop())
-
-    def total_s(self) -> float:
-        """Seconds since the request came."""
-        return self._generation.total_s()
-
-    def start(self, store: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Begin; `store` is called when the engine is done, and awaited before the end is told."""
-        self._task = asyncio.create_task(self._run(store), name=f"completion {self._generation.submit.request_id}")
-        return self._task
-
-    async def _run(self, store: Callable[[], Awaitable[None]]) -> None:
-        ended: list[Ended] = []
-        try:
-            async for event in self._generation.events():
-                if isinstance(event, Ended):
-                    ended.append(event)
-                else:
-                    self._events.put_nowait(event)
-                self._heard.set()
-        except Exception:
-            log.exception("a completion failed")
-            self._generation.error = EngineFailed("Something went wrong inside Keepwarm; the log has the details.")
-        finally:
-            await store()
-            for event in ended:
-                self._events.put_nowait(event)
-            self._events.put_nowait(None)
-            self._heard.set()
 
 
 class Completions:
@@ -208,6 +107,7 @@ class Completions:
             started=request.started,
             timer=self._timer,
             recent=self._recent,
+            explain=self._misses(model, composed, match).explain,
         )
         parent_id = path[stored - 1].id if stored else None
         asking = asyncio.ensure_future(
@@ -218,6 +118,10 @@ class Completions:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return turn
+
+    def _misses(self, model: LoadedModel, composed: Composed, match: Match | None) -> Misses:
+        stored_in, path = (match.session.id, match.path) if match else (None, ())
+        return Misses(self._store, stored_in, model.capabilities.fingerprint, composed, path)
 
     async def _session(self, user_id: str, model_id: str, match: Match | None) -> tuple[str, int]:
         """The session to store in, and how many of the matched messages are there already.
@@ -277,7 +181,8 @@ class Completions:
                 figures = reply.figures(generation.started)
                 if figures is not None:
                     reason = reply.finish_reason or "cancelled"
-                    await self._store.add_turn(turn_record(message.id, figures, reason, generation.total_s()))
+                    turn = turn_record(message.id, figures, reason, generation.total_s(), generation.submit.model)
+                    await self._store.add_turn(turn)
         except StorageError as error:
             log.error("an API chat could not be stored: %s", error)
 

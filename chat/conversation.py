@@ -15,6 +15,7 @@ from typing import Any
 from chat.errors import ModelUnavailable, NothingToRetry, SessionBusy, SessionNotFound, StorageFailed, TurnStopped
 from chat.figures import RecentReplies
 from chat.generation import Engine, Generation
+from chat.misses import Misses
 from chat.model import Composed, LoadedModel
 from chat.models import Models
 from chat.templates import Entry
@@ -146,7 +147,7 @@ class Conversations:
             await self._store.settle_session(session.id, title=title_of(text), model_id=model.id)
             return parent_id
 
-        return await self._reply(asked, model, composed, store_question)
+        return await self._reply(asked, model, path, composed, store_question)
 
     async def _retry(self, asked: Asked) -> LiveTurn:
         model = await self._model_of(asked.session)
@@ -161,7 +162,7 @@ class Conversations:
         async def stored_question() -> str | None:
             return question
 
-        return await self._reply(asked, model, composed, stored_question)
+        return await self._reply(asked, model, path, composed, stored_question)
 
     async def _model_of(self, session: SessionRecord) -> LoadedModel:
         """The model that the chat remembers, else the default. Raises TurnStopped when `stop` ends the wait for it."""
@@ -181,6 +182,7 @@ class Conversations:
         self,
         asked: Asked,
         model: LoadedModel,
+        path: Sequence[MessageRecord],
         composed: Composed,
         store_question: Callable[[], Awaitable[str | None]],
     ) -> LiveTurn:
@@ -195,6 +197,7 @@ class Conversations:
             started=asked.started,
             timer=self._timer,
             recent=self._recent,
+            explain=Misses(self._store, session.id, model.capabilities.fingerprint, composed, path).explain,
         )
         with _storing(session.id):
             async with generation.begun():

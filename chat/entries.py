@@ -26,6 +26,15 @@ class Entry:
         return self.token_ids or ()
 
 
+@dataclass(frozen=True)
+class Layout:
+    """A prompt; where each message begins in it (None: it is rendered anew); which are not sent as they are kept."""
+
+    prompt: list[int]
+    starts: tuple[int, ...] | None
+    altered: frozenset[int]
+
+
 def stretches(entries: Sequence[Entry]) -> Iterator[tuple[Sequence[Entry], Entry | None]]:
     """Each reply with the messages between the one before and it; last, with None, the messages after all replies."""
     start = 0

@@ -48,6 +48,9 @@ class RecentReply(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float
     read_s: float | None
     first: bool
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    restore_s: float = 0.0
 
 
 class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +98,9 @@ class RecentReplies:
                 queue_s=usage.queue_s,
                 read_s=None if usage.first_token_s is None else usage.first_token_s - usage.queue_s,
                 first=first,
+                host_tokens=figures.host_tokens,
+                disk_tokens=figures.disk_tokens,
+                restore_s=figures.restore_s,
             )
         )
 

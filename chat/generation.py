@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -16,8 +16,8 @@ from typing import Protocol, cast
 from chat.errors import ChatError, EngineFailed, InvalidRequest, NotReady
 from chat.figures import RecentReplies
 from chat.streaming import Codec, ReplyText
-from chat.views import Figures
-from engine.protocol import Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
+from chat.views import Figures, MissView
+from engine.protocol import Finished, FinishReason, Miss, Progress, Rejected, Submit, Tokens, Usage
 
 EngineEvent = Progress | Tokens | Finished | Rejected
 EventStream = AsyncGenerator[EngineEvent, None]
@@ -59,6 +59,7 @@ class Reply:
         self.finish_reason: FinishReason | None = None
         self.detail = ""
         self.usage: Usage | None = None
+        self.miss: MissView | None = None
         self.over = False
         self.first_text_at: float | None = None
         self.first_token_at: float | None = None
@@ -78,7 +79,11 @@ class Reply:
             tpot = (self.last_token_at - self.first_token_at) / (self.content.sampled - 1)
         return Figures(
             prompt_tokens=self.usage.prompt_tokens,
-            reused_tokens=self.usage.device_tokens,
+            reused_tokens=self.usage.device_tokens + self.usage.host_tokens + self.usage.disk_tokens,
+            host_tokens=self.usage.host_tokens,
+            disk_tokens=self.usage.disk_tokens,
+            restore_s=self.usage.restore_s,
+            miss=self.miss,
             computed_tokens=self.usage.computed_tokens,
             recomputed_tokens=self.usage.recomputed_tokens,
             output_tokens=self.content.sampled,
@@ -90,7 +95,8 @@ class Reply:
 class Generation:
     """A request and its `submit.n` replies. Iterate `events` once; `error` and `retryable` say how it failed, if so.
 
-    `started` is the time, on `timer`, from which people wait. `recent` takes note of each reply that ends.
+    `started` is the time, on `timer`, from which people wait. `recent` takes note of each reply that ends;
+    `explain` says why its prompt was not found whole.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Generation:
         started: float | None = None,
         timer: Callable[[], float] = time.perf_counter,
         recent: RecentReplies | None = None,
+        explain: Callable[[Miss], Awaitable[MissView]] | None = None,
     ) -> None:
         self.submit = submit
         self.started = timer() if started is None else started
@@ -111,6 +118,7 @@ class Generation:
         self._engine = engine
         self._timer = timer
         self._recent = recent
+        self._explain = explain
         self._stop_wanted = False
         self._begun: tuple[EventStream, asyncio.Future[EngineEvent]] | None = None
 
@@ -148,6 +156,8 @@ class Generation:
                         if piece := await self._take(event):
                             yield Piece(event.index, piece)
                     case Finished():
+                        if event.usage.miss is not None and self._explain is not None:
+                            self.replies[event.index].miss = await self._explain(event.usage.miss)
                         if piece := self._finish(event):
                             yield Piece(event.index, piece)
                         yield Ended(event.index)

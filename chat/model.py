@@ -26,13 +26,16 @@ INLINE_CHARACTERS, INLINE_MESSAGES = 20_000, 64  # larger chats are rendered and
 class Composed:
     """A chat ready to be sent: its messages, their segments (one each), and the prompt.
 
-    The first `shared_len` tokens of the prompt were typed by no user.
+    The first `shared_len` tokens of the prompt were typed by no user. `starts` says where each message begins in it
+    (None: the whole is rendered anew), `rewritten` which messages are not as they were sent before.
     """
 
     entries: tuple[Entry, ...]
     segments: tuple[tuple[int, ...], ...]
     prompt: list[int]
     shared_len: int
+    starts: tuple[int, ...] | None = None
+    rewritten: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,11 @@ class LoadedModel:
 
         def work() -> Composed:
             segments = self.template.fill(entries, limit)
-            prompt = self.template.prompt(entries, segments)
-            return Composed(tuple(entries), tuple(segments), prompt, self.template.shared_length(entries, segments))
+            layout = self.template.lay_out(entries, segments)
+            shared_len = self.template.shared_length(entries, segments)
+            anew = (at for at, entry in enumerate(entries) if entry.at is not None and entry.token_ids != segments[at])
+            rewritten = frozenset(anew) | layout.altered
+            return Composed(tuple(entries), tuple(segments), layout.prompt, shared_len, layout.starts, rewritten)
 
         large = len(entries) > INLINE_MESSAGES or sum(len(entry.text) for entry in entries) > INLINE_CHARACTERS
         composed = await asyncio.to_thread(work) if large else work()

@@ -4,8 +4,17 @@ Knows what a turn has, and nothing of how it is sent. A reply's reasoning is tol
 `reasoning_content`, which is there only where there is some. Beside OpenAI's fields an answer carries one object,
 `keepwarm`, in the last chunk when streamed:
 
-    tokens              where the tokens came from: {"device": found in the pool, "computed": read by the model,
-                        "recomputed": read again because the pool was full meanwhile, "output": written}
+    tokens              where the tokens came from: {"device": found in the pool, "host", "disk": brought back from main
+                        memory and from disk, "computed": read by the model, "recomputed": read again because the pool
+                        was full meanwhile, "output": written}
+    restore_s           seconds that were spent bringing tokens back
+    miss                why the tokens from some point on were not found, or null where none but the last was missed:
+                        {"position": the first of them, "message_index": the request's message in which it is (null
+                        where the template renders the chat anew), "cause": "new" (nobody had read it), "diverged" (the
+                        chat went on otherwise before), "edited" (the message took the place of another), "template"
+                        (it is written otherwise than it was), "other_model" (another model wrote the last reply),
+                        "evicted" (it was there and is gone), "unreadable" (its copy failed the check), "slower"
+                        (reading it was quicker than loading it), "detail": more words, or ""}
     matched_messages    how many of the request's messages were found in storage, so that their exact ids were used
     ttft_s, tpot_s      seconds to the first text, and per output token after the first
     total_s             seconds of the whole turn
@@ -25,11 +34,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from chat.completion import ApiTurn
+from chat.api_turn import ApiTurn
 from chat.generation import Piece
 from chat.openai_types import ChatRequest, finish_reason
 from chat.refusals import error_body
 from chat.thinking import STORED, Splitter, Trimmer
+from chat.views import MissView
 from storage.reasoning import split_reply
 
 NAMES = {"reasoning": "reasoning_content", "answer": "content"}
@@ -116,11 +126,15 @@ class Answer:
         first = self.turn.replies[0].figures(self.turn.started)
         return {
             "tokens": {
-                "device": first.reused_tokens if first else 0,
+                "device": first.device_tokens if first else 0,
+                "host": first.host_tokens if first else 0,
+                "disk": first.disk_tokens if first else 0,
                 "computed": first.computed_tokens if first else 0,
                 "recomputed": first.recomputed_tokens if first else 0,
                 "output": sum(reply.content.sampled for reply in self.turn.replies),
             },
+            "restore_s": first.restore_s if first else 0.0,
+            "miss": _miss(first.miss) if first and first.miss else None,
             "matched_messages": self.turn.matched_messages,
             "ttft_s": first.ttft_s if first else None,
             "tpot_s": first.tpot_s if first else None,
@@ -149,6 +163,15 @@ class _Parts:
     def end(self) -> list[tuple[str, str]]:
         """What was kept back until the reply is over."""
         return [(NAMES[part], text) for part, text in self._trimmer.trim(self._splitter.flush())]
+
+
+def _miss(miss: MissView) -> dict[str, Any]:
+    return {
+        "position": miss.position,
+        "message_index": miss.message_index,
+        "cause": miss.cause,
+        "detail": miss.detail,
+    }
 
 
 def _content(text: str) -> dict[str, str]:

@@ -5,10 +5,11 @@ What a request may hold comes from the very model that reads it. Knows no servic
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from chat.openai_types import ChatRequest
 from chat.settings import VERSION
+from chat.views import MissCause
 
 COMPONENTS = "#/components/schemas"
 TEXT, NUMBER, COUNT, NOTHING = (
@@ -96,10 +97,16 @@ def _answers() -> dict[str, Any]:
 
 def _extension() -> dict[str, Any]:
     return _object(
-        tokens=_object(device=COUNT, computed=COUNT, recomputed=COUNT, output=COUNT),
+        tokens=_object(device=COUNT, host=COUNT, disk=COUNT, computed=COUNT, recomputed=COUNT, output=COUNT),
+        restore_s=NUMBER, miss=_or_null(_miss()),
         matched_messages=COUNT, ttft_s=_or_null(NUMBER), tpot_s=_or_null(NUMBER), total_s=NUMBER,
         finish_details=_list(_or_null(TEXT)), ignored_parameters=_list(TEXT),
     )  # fmt: skip
+
+
+def _miss() -> dict[str, Any]:
+    causes = [cause for kind in get_args(MissCause) for cause in (get_args(kind) or (kind,))]
+    return _object(position=COUNT, message_index=_or_null(COUNT), cause={"enum": causes}, detail=TEXT)
 
 
 def _object(**properties: Any) -> dict[str, Any]:

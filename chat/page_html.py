@@ -12,7 +12,7 @@ from html import escape
 
 from chat.page_icons import icon
 from chat.page_markdown import render_growing, render_markdown
-from chat.views import Figures, MessageView, SessionDetail, TurnView
+from chat.views import Figures, MessageView, MissCause, MissView, Role, SessionDetail, TurnView
 from storage.reasoning import Parts, split_reply
 
 EXAMPLES = (
@@ -21,6 +21,18 @@ EXAMPLES = (
     ("Plan", "Plan a quiet weekend in Lyon, as a list."),
     ("Write", "Write a short, friendly note to a new neighbour."),
 )
+
+WHOSE: dict[Role, str] = {"system": "the system prompt", "user": "one of your messages", "assistant": "a reply"}
+WHY: dict[MissCause, str] = {
+    "new": "nobody had read it",
+    "diverged": "the chat went on otherwise before",
+    "edited": "the chat was changed there",
+    "template": "the model’s template writes earlier messages anew",
+    "other_model": "another model wrote the reply before",
+    "evicted": "it had to make room",
+    "unreadable": "its copy was damaged",
+    "slower": "that was quicker than bringing it back",
+}
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_]+")  # each character, where words are not set apart
 
@@ -134,20 +146,39 @@ def notice(text: str, *, retry: bool = False, calm: bool = False) -> str:
 
 
 def figures_line(figures: Figures) -> str:
-    """The quiet line under a reply: "1,180 tokens reused · 42 read · 0.09 s to first token · 54 tok/s"."""
-    parts = [f"{figures.reused_tokens:,} tokens reused", f"{figures.computed_tokens:,} read"]
+    """The quiet line under a reply: "1,180 tokens reused (80 from disk) · 42 read · 0.09 s to first token · 54 tok/s".
+
+    Where they came from and why the others were not found is in its tooltip.
+    """
+    tiers = ((figures.host_tokens, "from RAM"), (figures.disk_tokens, "from disk"))
+    cold = ", ".join(f"{count:,} {where}" for count, where in tiers if count)
+    parts = [
+        f"{figures.reused_tokens:,} tokens reused{f' ({cold})' if cold else ''}",
+        f"{figures.computed_tokens:,} read",
+    ]
     if figures.ttft_s is not None:
         parts.append(f"{figures.ttft_s:.2f} s to first token")
     if figures.tokens_per_s is not None:
         rate = figures.tokens_per_s
         parts.append(f"{rate:.1f} tok/s" if rate < 10 else f"{rate:,.0f} tok/s")
     hint = (
-        f"Of {figures.prompt_tokens:,} prompt tokens, {figures.reused_tokens:,} were still warm and "
+        f"Of {figures.prompt_tokens:,} prompt tokens, {figures.reused_tokens:,} were still warm"
+        f"{f' ({cold}, brought back in {figures.restore_s:.2f} s)' if cold else ''} and "
         f"{figures.computed_tokens:,} were read anew; the reply has {figures.output_tokens:,} tokens."
     )
     if figures.recomputed_tokens:
         hint += f" {figures.recomputed_tokens:,} were read again, because the memory was full meanwhile."
-    return f'<span class="kw-figures" title="{hint}">{" · ".join(f"<span>{part}</span>" for part in parts)}</span>'
+    if figures.miss is not None and figures.miss.cause != "new":
+        hint += f" {miss_sentence(figures.miss)}"
+    return (
+        f'<span class="kw-figures" title="{escape(hint)}">{" · ".join(f"<span>{part}</span>" for part in parts)}</span>'
+    )
+
+
+def miss_sentence(miss: MissView) -> str:
+    """Why the tokens from some point on had to be read, for people: "Read again from your message on, because …"."""
+    where = "" if miss.role is None else f" from {WHOSE[miss.role]} on"
+    return f"Read again{where}, because {WHY[miss.cause]}{f' ({miss.detail})' if miss.detail else ''}."
 
 
 @lru_cache(maxsize=2048)

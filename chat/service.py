@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from chat.completion import ApiTurn, Completions, Request
+from chat.api_turn import ApiTurn
+from chat.completion import Completions, Request
 from chat.conversation import Asked, Conversations, title_of
 from chat.errors import EmptyMessage, ModelNotFound, SessionNotFound, SystemPromptFixed, check_text
 from chat.figures import RecentReplies

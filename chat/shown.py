@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from chat.turns import LiveTurn
-from chat.views import Figures, MessageView
+from chat.views import Figures, MessageView, MissCause, MissView, Role
 from storage.records import MessageRecord, TurnRecord
 
 
@@ -50,10 +51,21 @@ def context_tokens(path: Sequence[MessageRecord], turns: Mapping[str, TurnRecord
 def _figures(turn: TurnRecord) -> Figures:
     return Figures(
         prompt_tokens=turn.prompt_tokens,
-        reused_tokens=turn.device_tokens,
+        reused_tokens=turn.device_tokens + turn.host_tokens + turn.disk_tokens,
+        host_tokens=turn.host_tokens,
+        disk_tokens=turn.disk_tokens,
+        restore_s=turn.restore_s,
+        miss=_miss(turn),
         computed_tokens=turn.computed_tokens,
         recomputed_tokens=turn.recomputed_tokens,
         output_tokens=turn.output_tokens,
         ttft_s=turn.ttft_s,
         tpot_s=turn.tpot_s,
     )
+
+
+def _miss(turn: TurnRecord) -> MissView | None:
+    if turn.miss_position is None:
+        return None
+    role, cause = cast(Role | None, turn.miss_role), cast(MissCause, turn.miss_cause)
+    return MissView(turn.miss_position, turn.miss_message, role, cause, turn.miss_detail or "")

@@ -25,11 +25,11 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 
 from chat.encoding import TextEncoder, unused_characters
-from chat.entries import Entry, stretches
+from chat.entries import Entry, Layout, stretches
 from chat.errors import ChatError, PromptTooLong, TemplateError, UnusableModel
 from chat.openings import Openings
 from chat.rendering import PLAIN, PLAIN_NOTICE, PLAIN_STOPS, Renderer
@@ -126,10 +126,16 @@ class ChatTemplate:
         return segments
 
     def prompt(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> list[int]:
-        """The token ids to send: the segments in a row, or the whole rendered anew where the template is not stable."""
+        """The token ids to send."""
+        return self.lay_out(entries, segments).prompt
+
+    def lay_out(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> Layout:
+        """The prompt: the segments in a row, or the whole rendered anew where the template is not stable."""
         sent = self._without_reasoning(entries, segments)
+        altered = frozenset(at for at, segment in enumerate(sent) if segment != segments[at])
         if self._is_stable(entries):
-            return [token for segment in sent for token in segment]
+            starts = tuple(accumulate(map(len, sent[:-1]), initial=0)) if sent else ()
+            return Layout([token for segment in sent for token in segment], starts, altered)
         places = [index for index, entry in enumerate(entries) if entry.role == "assistant"]
         cut, pieces = self._pieces(entries)
         ids: list[int] = []
@@ -140,7 +146,7 @@ class ChatTemplate:
                 text = text.removesuffix(self._traits.history) + self._traits.generation
             ids.extend(before)
             ids.extend(self._encoder.encode(text, cut, start=number == 0))
-        return ids
+        return Layout(ids, None, altered)
 
     def shared_length(self, entries: Sequence[Entry], segments: Sequence[tuple[int, ...]]) -> int:
         """How many first tokens of the prompt no user typed: the template's preset, if no system prompt is set."""

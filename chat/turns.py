@@ -194,7 +194,8 @@ class LiveTurn:
 
     async def _save_figures(self, figures: Figures, finish_reason: str) -> None:
         total_s = self._generation.total_s()
-        await self._store.add_turn(turn_record(self.message_id, figures, finish_reason, total_s))
+        model = self._generation.submit.model
+        await self._store.add_turn(turn_record(self.message_id, figures, finish_reason, total_s, model))
 
     def _set(self, view: TurnView) -> None:
         self._view, self._stale = view, False
@@ -205,12 +206,15 @@ class LiveTurn:
         changed.set()
 
 
-def turn_record(message_id: str, figures: Figures, finish_reason: str, total_s: float) -> TurnRecord:
-    """The figures of a reply as storage keeps them."""
+def turn_record(message_id: str, figures: Figures, finish_reason: str, total_s: float, model: str) -> TurnRecord:
+    """The figures of a reply as storage keeps them; `model` is the fingerprint of the one that wrote it."""
+    miss = figures.miss
     return TurnRecord(
         message_id=message_id,
         prompt_tokens=figures.prompt_tokens,
-        device_tokens=figures.reused_tokens,
+        device_tokens=figures.device_tokens,
+        host_tokens=figures.host_tokens,
+        disk_tokens=figures.disk_tokens,
         computed_tokens=figures.computed_tokens,
         recomputed_tokens=figures.recomputed_tokens,
         output_tokens=figures.output_tokens,
@@ -218,4 +222,11 @@ def turn_record(message_id: str, figures: Figures, finish_reason: str, total_s: 
         tpot_s=figures.tpot_s,
         total_s=total_s,
         finish_reason=finish_reason,
+        restore_s=figures.restore_s,
+        fingerprint=model,
+        miss_position=miss.position if miss else None,
+        miss_message=miss.message_index if miss else None,
+        miss_role=miss.role if miss else None,
+        miss_cause=miss.cause if miss else None,
+        miss_detail=miss.detail if miss else None,
     )

@@ -5,14 +5,16 @@ Knows nothing of where they come from. Token counts are tokens, durations second
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from chat.thinking import Policy
 from engine.protocol import FinishReason, Sampling
+from engine.protocol import MissCause as EngineCause
 
 Role = Literal["system", "user", "assistant"]
 Status = Literal["complete", "streaming", "interrupted", "stopped", "failed"]
+MissCause = EngineCause | Literal["edited", "template", "other_model"]
 TurnState = Literal["waiting", "reading", "writing", "done"]
 
 RETRYABLE_STATUSES: frozenset[Status] = frozenset({"interrupted", "stopped", "failed"})
@@ -63,11 +65,35 @@ class TurnOptions:
 
 
 @dataclass(frozen=True)
+class MissView:
+    """Why a prompt was not found beyond its first `position` tokens.
+
+    What follows begins in message number `message_index` of the prompt, of that `role` (None: that cannot be said).
+    `cause` new: nobody had read it; diverged: the chat went on otherwise before; edited: the message took the place of
+    another; template: the message is written otherwise than it was; other_model: another model wrote the last reply;
+    evicted: it was there and is gone; unreadable: its copy failed the check; slower: reading was quicker than loading.
+    `detail` says more, for people, or is "".
+    """
+
+    position: int
+    message_index: int | None
+    role: Role | None
+    cause: MissCause
+    detail: str = ""
+
+    def because(self, cause: MissCause, detail: str = "") -> MissView:
+        """The same miss with a better reason."""
+        return replace(self, cause=cause, detail=detail)
+
+
+@dataclass(frozen=True)
 class Figures:
     """What one reply cost. `prompt_tokens` = `reused_tokens` + `computed_tokens`.
 
-    `ttft_s` runs from `send` to the first text, `tpot_s` is the mean time per output token after the first; None when
-    there was no text, or only one token. `recomputed_tokens` were read again because the pool was full meanwhile.
+    Of the reused tokens, `host_tokens` and `disk_tokens` came from there, which took `restore_s`; the others were on
+    the device. `miss` says why the rest had to be computed; None: it was but the last token. `ttft_s` runs from `send`
+    to the first text, `tpot_s` is the mean time per output token after the first; None when there was no text, or only
+    one token. `recomputed_tokens` were read again because the pool was full meanwhile.
     """
 
     prompt_tokens: int
@@ -77,6 +103,15 @@ class Figures:
     ttft_s: float | None
     tpot_s: float | None
     recomputed_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    restore_s: float = 0.0
+    miss: MissView | None = None
+
+    @property
+    def device_tokens(self) -> int:
+        """Reused tokens that were on the device already."""
+        return self.reused_tokens - self.host_tokens - self.disk_tokens
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -12,7 +12,9 @@ from playwright.sync_api import Locator, Page, expect
 LONG = "Tell me a very long story about a lighthouse keeper and her cat. Take your time."
 COUNT = "Count upwards in digits from 1 to 300, with commas between, and nothing else."
 REPLY_MS = 60_000
-FIGURES = re.compile(r"^([\d,]+) tokens reused · ([\d,]+) read · (\d+\.\d\d) s to first token(?: · ([\d,.]+) tok/s)?$")
+FIGURES = re.compile(
+    r"^([\d,]+) tokens reused(?: \([^)]*\))? · ([\d,]+) read · (\d+\.\d\d) s to first token(?: · ([\d,.]+) tok/s)?$"
+)
 HINT = re.compile(r"Of ([\d,]+) prompt tokens, .*the reply has ([\d,]+) tokens\.")
 
 

@@ -9,9 +9,26 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-from engine.config import EngineConfig
-from engine.errors import ModelLoadError
-from engine.protocol import Capabilities, Dropped, Finished, FinishReason, Progress, Rejected, Submit, Tokens, Usage
+from engine.config import CacheConfig, EngineConfig, Tier
+from engine.errors import EngineUnavailable, ModelLoadError
+from engine.protocol import (
+    CacheEvent,
+    Capabilities,
+    Configured,
+    Demoted,
+    Dropped,
+    Estimated,
+    Finished,
+    FinishReason,
+    Miss,
+    Pinned,
+    Prefetched,
+    Progress,
+    Rejected,
+    Submit,
+    Tokens,
+    Usage,
+)
 from engine.state import EngineState
 
 END = 2
@@ -21,7 +38,9 @@ Script = Callable[[Submit, int], list[int]]
 class FakeEngine:
     """Each token waits for `gate`, which closes after `tokens_until_pause`; `tokens_until_death` ends in a crash.
 
-    `detail` is what it says of every reply that ends at its length.
+    `detail` is what it says of every reply that ends at its length. `cold` are the tokens that it claims to have taken
+    from host and disk, where it reuses as many; `miss` is why it claims to have found no more. Each prefetch waits for
+    `prefetch_gate`.
     """
 
     def __init__(self, model_path: Path, script: Script, context_length: int = 8192) -> None:
@@ -60,8 +79,19 @@ class FakeEngine:
         self.tokens_until_pause: int | None = None
         self.reject: Rejected | None = None
         self.detail = ""
+        self.cold = (0, 0)
+        self.miss: Miss | None = None
+        self.pins: list[tuple[str, bool, float | None]] = []
+        self.pin_refusal = ""
+        self.prefetches: list[tuple[str, list[int]]] = []
+        self.left: list[str] = []  # whose prefetch was cancelled
+        self.prefetch_gate = asyncio.Event()
+        self.prefetch_gate.set()
+        self.estimates: list[list[int]] = []
+        self.estimated_s: float | None = 0.125
+        self.on_cache_events: Callable[[list[CacheEvent]], None] | None = None
         self._changed = asyncio.Event()
-        self._known: list[list[int]] = []
+        self._known: list[tuple[str, str, list[int]]] = []  # model, session, ids
         self._wake: dict[str, asyncio.Event] = {}
 
     def set_state(self, state: EngineState) -> None:
@@ -95,7 +125,53 @@ class FakeEngine:
         elif request_id in self._wake:
             self._wake[request_id].set()
 
+    def _require_ready(self) -> None:
+        if self.state.phase != "ready":
+            raise EngineUnavailable(f"the engine is {self.state.phase}")
+
+    async def estimate(
+        self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = "", session_id: str = ""
+    ) -> Estimated:
+        self._require_ready()
+        self.estimates.append(token_ids)
+        reused, total = self._reused(token_ids, model), len(token_ids)
+        return Estimated(
+            call_id="",
+            prompt_tokens=total,
+            device_tokens=reused,
+            computed_tokens=total - reused,
+            seconds=self.estimated_s,
+        )
+
+    async def prefetch(
+        self, session_id: str, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = ""
+    ) -> Prefetched:
+        self._require_ready()
+        self.prefetches.append((session_id, token_ids))
+        try:
+            await self.prefetch_gate.wait()
+        except asyncio.CancelledError:
+            self.left.append(session_id)
+            raise
+        return Prefetched(call_id="", device_tokens=len(token_ids), host_tokens=0, disk_tokens=0)
+
+    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None) -> Pinned:
+        self._require_ready()
+        if pinned and self.pin_refusal:
+            return Pinned(call_id="", pinned=False, message=self.pin_refusal)
+        self.pins.append((session_id, pinned, ttl))
+        return Pinned(call_id="", pinned=pinned)
+
+    async def demote(self, session_id: str, to: Tier | None) -> Demoted:
+        self._require_ready()
+        return Demoted(call_id="", blocks=0, bytes=0)
+
+    async def configure(self, cache: CacheConfig) -> Configured:
+        self._require_ready()
+        return Configured(call_id="", cache=cache)
+
     async def drop(self, session_id: str) -> Dropped:
+        self._require_ready()
         self.dropped.append(session_id)
         return Dropped(call_id="", blocks=0, bytes=0)
 
@@ -114,7 +190,7 @@ class FakeEngine:
             yield Rejected(request_id=request_id, code=self.reject.code, message=self.reject.message, retryable=False)
             return
         cancel = self._wake[request_id] = asyncio.Event()
-        reused = self._reused(submit.token_ids)
+        reused = self._reused(submit.token_ids, submit.model)
         total = len(submit.token_ids)
         yield Progress(request_id=request_id, state="reading", reused=reused, read=total - reused, total=total)
         for index in range(submit.n):
@@ -141,10 +217,16 @@ class FakeEngine:
                 if token in submit.stop_ids:
                     reason = "stop"
                     break
-            self._known.append([*submit.token_ids, *written[:-1]])
+            miss = self._why(submit, reused)
+            host, disk = self.cold if reused >= sum(self.cold) else (0, 0)
+            self._known.append((submit.model, submit.session_id, [*submit.token_ids, *written[:-1]]))
             usage = Usage(
                 prompt_tokens=total,
-                device_tokens=reused,
+                device_tokens=reused - host - disk,
+                host_tokens=host,
+                disk_tokens=disk,
+                restore_s=0.25 if host or disk else 0.0,
+                miss=miss,
                 computed_tokens=total - reused,
                 recomputed_tokens=0,
                 output_tokens=len(written),
@@ -163,9 +245,16 @@ class FakeEngine:
         for wait in left:
             wait.cancel()
 
-    def _reused(self, prompt: list[int]) -> int:
+    def _why(self, submit: Submit, reused: int) -> Miss | None:
+        if self.miss is not None or reused == len(submit.token_ids) - 1:
+            return self.miss
+        own = [ids for model, session, ids in self._known if (model, session) == (submit.model, submit.session_id)]
+        cause = "diverged" if own and len(own[-1]) > reused else "new"
+        return Miss(position=reused, cause=cause)  # type: ignore[arg-type]
+
+    def _reused(self, prompt: list[int], model: str) -> int:
         best = 0
-        for known in self._known:
+        for known in (ids for computed_by, _, ids in self._known if computed_by == model):
             common = next((i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b), None)
             best = max(best, min(len(known), len(prompt)) if common is None else common)
         return min(best, len(prompt) - 1)

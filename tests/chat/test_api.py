@@ -63,10 +63,28 @@ async def test_a_completion(client, engine, template):
     assert answer.usage.total_tokens == prompt + 3
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.model == "fake-smollm2"
-    assert answer.keepwarm["tokens"] == {"device": 0, "computed": prompt, "recomputed": 0, "output": 3}
+    assert answer.keepwarm["tokens"] == {
+        "device": 0, "host": 0, "disk": 0, "computed": prompt, "recomputed": 0, "output": 3,
+    }  # fmt: skip
+    assert answer.keepwarm["restore_s"] == 0.0
+    assert answer.keepwarm["miss"] == {"position": 0, "message_index": 0, "cause": "new", "detail": ""}
     assert answer.keepwarm["matched_messages"] == 0
     assert answer.keepwarm["ttft_s"] > 0
     assert engine.submits[0].sampling == Sampling(temperature=1.0)
+
+
+async def test_what_came_from_which_tier_and_why_the_rest_did_not(client, engine):
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    await client.chat.completions.create(model="default", messages=asked)
+    engine.cold = (3, 4)
+    more = [*asked, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "two"}]
+    answer = await client.chat.completions.create(model="default", messages=more)
+    tokens, cached = answer.keepwarm["tokens"], answer.usage.prompt_tokens_details.cached_tokens
+    assert (tokens["host"], tokens["disk"], answer.keepwarm["restore_s"]) == (3, 4, 0.25)
+    assert tokens["device"] + 7 == cached == answer.usage.prompt_tokens - tokens["computed"]
+    assert answer.keepwarm["miss"] == {"position": cached, "message_index": 3, "cause": "new", "detail": ""}
+    chunks = await stream(client, *more)  # which is all there but for its last token
+    assert chunks[-1].keepwarm["miss"] is None
 
 
 async def test_a_stream(client, replies, template):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chat.page_html import figures_line, live_reply, notice, transcript
+from chat.page_html import WHY, figures_line, live_reply, miss_sentence, notice, transcript
 from chat.page_markdown import render_growing, render_markdown, sections
-from chat.views import Figures, MessageView, SessionDetail, TurnView
+from chat.views import Figures, MessageView, MissCause, MissView, SessionDetail, TurnView
 
 FIGURES = Figures(
     prompt_tokens=1222, reused_tokens=1180, computed_tokens=42, output_tokens=120, ttft_s=0.094, tpot_s=1 / 54
@@ -81,6 +82,31 @@ def test_the_quiet_line_says_what_a_reply_cost() -> None:
     line = figures_line(FIGURES)
     assert text_of(line) == "1,180 tokens reused · 42 read · 0.09 s to first token · 54 tok/s"
     assert "Of 1,222 prompt tokens, 1,180 were still warm and 42 were read anew; the reply has 120 tokens." in line
+
+
+def test_the_quiet_line_tells_the_tiers_that_tokens_came_back_from() -> None:
+    line = figures_line(replace(FIGURES, host_tokens=100, disk_tokens=1000, restore_s=0.052))
+    assert text_of(line).startswith("1,180 tokens reused (100 from RAM, 1,000 from disk) · 42 read · ")
+    assert "1,180 were still warm (100 from RAM, 1,000 from disk, brought back in 0.05 s) and 42 were read anew" in line
+    assert "reused (80 from disk) ·" in text_of(figures_line(replace(FIGURES, disk_tokens=80)))
+
+
+@pytest.mark.parametrize("cause", WHY)
+def test_the_quiet_line_says_in_its_hint_why_anything_was_read_again(cause: MissCause) -> None:
+    line = figures_line(replace(FIGURES, miss=MissView(7, 1, "assistant", cause, "disk: <unused>")))
+    assert text_of(line) == text_of(figures_line(FIGURES))
+    said = f"Read again from a reply on, because {WHY[cause]} (disk: &lt;unused&gt;)."
+    assert (said in line) is (cause != "new")
+
+
+def test_a_miss_that_no_message_can_be_named_for() -> None:
+    assert miss_sentence(MissView(7, None, None, "template")) == (
+        "Read again, because the model’s template writes earlier messages anew."
+    )
+
+
+def test_every_cause_has_its_words() -> None:
+    assert set(WHY) == {cause for kind in get_args(MissCause) for cause in (get_args(kind) or (kind,))}
 
 
 def test_the_quiet_line_of_a_reply_with_no_token_or_one_claims_no_speed() -> None:
