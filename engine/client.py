@@ -18,16 +18,24 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import msgspec
+
 from engine.channel import Channel
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig, Tier
 from engine.errors import EngineUnavailable, ModelLoadError
 from engine.hosting import process_channel, thread_channel
 from engine.protocol import (
+    CacheEvent,
+    CacheLog,
     Cancel,
     Capabilities,
     Check,
     Checked,
     Command,
+    Configure,
+    Configured,
+    Demote,
+    Demoted,
     Drop,
     Dropped,
     Estimate,
@@ -41,6 +49,10 @@ from engine.protocol import (
     Loading,
     LoadRefused,
     Phase,
+    Pin,
+    Pinned,
+    Prefetch,
+    Prefetched,
     Progress,
     Ready,
     Rejected,
@@ -60,8 +72,9 @@ CLOSE_SECONDS = 1.0  # how long the engine may take to end by itself
 CRASHES, CRASH_WINDOW_S = 3, 120.0  # that many deaths in that time, and it is not started again
 
 StreamEvent = Progress | Tokens | Finished | Rejected
-Answer = Loaded | LoadRefused | Dropped | Estimated | Snapshot | Checked
-A = TypeVar("A", Loaded, Dropped, Estimated, Snapshot, Checked)
+Call = Load | Drop | Estimate | Prefetch | Pin | Demote | Configure | GetSnapshot | Check
+Answer = Loaded | LoadRefused | Dropped | Estimated | Prefetched | Pinned | Demoted | Configured | Snapshot | Checked
+A = TypeVar("A", Loaded, Dropped, Estimated, Prefetched, Pinned, Demoted, Configured, Snapshot, Checked)
 
 
 class EngineClient:
@@ -73,6 +86,7 @@ class EngineClient:
     def __init__(
         self, config: EngineConfig, *, in_thread: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.on_cache_events: Callable[[list[CacheEvent]], None] | None = None  # told what happens to the cache
         self._config = config
         self._in_thread = in_thread
         self._clock = clock
@@ -201,12 +215,52 @@ class EngineClient:
         return await self._call(Drop(call_id=self._call_id(), session_id=session_id), Dropped)
 
     async def estimate(
-        self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = ""
+        self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = "", session_id: str = ""
     ) -> Estimated:
-        """What a prompt would find in the cache now."""
-        call_id = self._call_id()
-        call = Estimate(call_id=call_id, model=model, token_ids=token_ids, salt=salt, shared_len=shared_len)
+        """What a prompt would find in the cache now, and how long its first token would take."""
+        call = Estimate(
+            call_id=self._call_id(),
+            model=model,
+            session_id=session_id,
+            token_ids=token_ids,
+            salt=salt,
+            shared_len=shared_len,
+        )
         return await self._call(call, Estimated)
+
+    async def prefetch(
+        self, session_id: str, token_ids: list[int], salt: bytes = b"", shared_len: int = 0, model: str = ""
+    ) -> Prefetched:
+        """Bring what the tiers below hold of a prompt to the device. Cancelling this ends it early."""
+        call_id = self._call_id()
+        call = Prefetch(
+            call_id=call_id,
+            model=model,
+            session_id=session_id,
+            token_ids=token_ids,
+            salt=salt,
+            shared_len=shared_len,
+        )
+        try:
+            return await self._call(call, Prefetched)
+        except asyncio.CancelledError:
+            self._send(Cancel(request_id=call_id))
+            raise
+
+    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None) -> Pinned:
+        """Have a session's blocks stay where they are, or no longer; `Pinned.message` says why not."""
+        return await self._call(Pin(call_id=self._call_id(), session_id=session_id, pinned=pinned, ttl=ttl), Pinned)
+
+    async def demote(self, session_id: str, to: Tier | None) -> Demoted:
+        """Take a session's idle blocks off the tiers above `to`; None: out of all."""
+        return await self._call(Demote(call_id=self._call_id(), session_id=session_id, to=to), Demoted)
+
+    async def configure(self, cache: CacheConfig) -> Configured:
+        """Change what the tiers may hold; `Configured.message` says why not. A restarted engine keeps the change."""
+        answer = await self._call(Configure(call_id=self._call_id(), cache=cache), Configured)
+        if not answer.message:
+            self._config = msgspec.structs.replace(self._config, cache=cache)
+        return answer
 
     async def snapshot(self) -> Snapshot:
         """Gauges and counters."""
@@ -221,7 +275,7 @@ class EngineClient:
     def _call_id(self) -> str:
         return f"call-{next(self._numbers)}"
 
-    async def _call(self, command: Load | Drop | Estimate | GetSnapshot | Check, answer: type[A]) -> A:
+    async def _call(self, command: Call, answer: type[A]) -> A:
         if self._state.phase != "ready":
             raise EngineUnavailable(self._not_ready("").message)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -303,16 +357,19 @@ class EngineClient:
                 self._set(EngineState("ready", capabilities=event.capabilities))
             case LoadFailed():
                 self._set(EngineState("failed", message=event.message))
-            case Loaded() | LoadRefused() | Dropped() | Estimated() | Snapshot() | Checked():
+            case CacheLog():
+                if self.on_cache_events is not None:
+                    self.on_cache_events(event.events)
+            case Progress() | Tokens() | Finished() | Rejected():
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    stream.put_nowait(event)
+            case _:
                 if isinstance(event, Loaded):
                     self._serves.add(event.capabilities.fingerprint)
                 future = self._calls.get(event.call_id)
                 if future is not None and not future.done():
                     future.set_result(event)
-            case _:
-                stream = self._streams.get(event.request_id)
-                if stream is not None:
-                    stream.put_nowait(event)
 
     def _on_end(self, generation: object, ended: asyncio.Event) -> None:
         ended.set()

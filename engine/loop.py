@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,16 +17,17 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
+from engine.keeper import Keeper
 from engine.model.sources import Progress
 from engine.protocol import (
     Cancel,
     Check,
     Checked,
     Command,
+    Configure,
+    Demote,
     Drop,
-    Dropped,
     Estimate,
-    Estimated,
     Event,
     GetSnapshot,
     Load,
@@ -35,20 +35,35 @@ from engine.protocol import (
     LoadFailed,
     Loading,
     LoadRefused,
+    Pin,
+    Prefetch,
+    Prefetched,
     Ready,
     Rejected,
     Shutdown,
-    Snapshot,
     Start,
     Submit,
 )
 from engine.residents import Found, Residents, Wanted
 
-COMMANDS = [command.__name__ for command in (Load, Submit, Cancel, Drop, Estimate, GetSnapshot, Check)]
+COMMANDS = [
+    command.__name__
+    for command in (Load, Submit, Cancel, Drop, Estimate, Prefetch, Pin, Demote, Configure, GetSnapshot, Check)
+]
 STUCK_SECONDS = 0.02  # until requests that wait for others look again
+TEND_SECONDS = 1.0  # between two looks at what has expired
+IDLE_SLICE = 0.01  # seconds of saving at a time while nothing runs
+BUSY_SHARE = 0.1  # of a step's time, for saving while something runs
 
 log = logging.getLogger(__name__)
 Send = Callable[[Sequence[Event]], None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A message of the engine to itself: a worker has ended, and this notes it."""
+
+    note: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +78,7 @@ class Engine:
     """One engine. `inbox` takes commands from any thread; `run` is the loop, and returns after `Shutdown`."""
 
     def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
-        self.inbox: queue.SimpleQueue[Command | _Prepared] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Command | _Prepared | _Call] = queue.SimpleQueue()
         self._send = send
         self._clock = clock
         self._stopping = False
@@ -85,7 +100,10 @@ class Engine:
             return
         while not self._stopping:
             self._drain()
+            began = self._clock()
             self._step()
+            self._send_some(self._keeper.tend(self._clock() - began))
+        self._keeper.close()
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +111,8 @@ class Engine:
         logging.getLogger().setLevel(config.log_level.upper())
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._residents = Residents(config, self._clock)
+        self._residents = Residents(config, self._clock, lambda note: self.inbox.put(_Call(note)))
+        self._keeper = Keeper(self._residents, self._clock)
         progress = self._progress("")
         found = self._residents.find(Wanted(config.model, config.adapter, config.dtype), progress)
         served = self._residents.bring(found, progress)
@@ -134,8 +153,11 @@ class Engine:
 
     def _drain(self) -> None:
         """Handle every command that has arrived; wait for one only when there is nothing to run."""
-        idle = all(served.scheduler.idle for served in self._residents)
-        block, seconds = idle or self._stuck, None if idle else STUCK_SECONDS
+        if all(served.scheduler.idle for served in self._residents):
+            seconds = self._keeper.rest_seconds()
+            block = seconds is None or seconds > 0
+        else:
+            seconds, block = STUCK_SECONDS, self._stuck
         while not self._stopping:
             try:
                 command = self.inbox.get(block, seconds)
@@ -145,8 +167,11 @@ class Engine:
             events = self._handle(command)
             for served in self._residents:  # another's coming may have cost it something
                 events += served.scheduler.take_events()
-            if events:
-                self._send(events)
+            self._send_some(events)
+
+    def _send_some(self, events: Sequence[Event]) -> None:
+        if events:
+            self._send(events)
 
     def _step(self) -> None:
         """One pass of every model that has work, each with what the others can spare where it has not enough."""
@@ -158,10 +183,9 @@ class Engine:
                 self._residents.settle(served)
             events = served.step()
             self._stuck = self._stuck and events is None
-            if events:
-                self._send(events)
+            self._send_some(events or [])
 
-    def _handle(self, command: Command | _Prepared) -> list[Event]:
+    def _handle(self, command: Command | _Prepared | _Call) -> list[Event]:
         match command:
             case Submit():
                 return self._submit(command)
@@ -176,12 +200,16 @@ class Engine:
                 return []
             case _Prepared():
                 return [self._bring(command)]
-            case Drop():
-                return self._drop(command)
-            case Estimate():
-                return [self._estimate(command)]
-            case GetSnapshot():
-                return [self._snapshot(command.call_id)]
+            case _Call():
+                command.note()
+                return []
+            case Prefetch():
+                served = self._residents.get(command.model)
+                if served is None:
+                    return [Prefetched(call_id=command.call_id, device_tokens=0, host_tokens=0, disk_tokens=0)]
+                return served.scheduler.prefetch(command)
+            case Drop() | Pin() | Demote() | Configure() | Estimate() | GetSnapshot():
+                return self._keeper.handle(command)
             case Check():
                 broken = [violation for served in self._residents for violation in served.scheduler.violations()]
                 return [Checked(call_id=command.call_id, violations=[*broken, *self._residents.violations()])]
@@ -202,44 +230,6 @@ class Engine:
             told = error if isinstance(error, ModelLoadError) else _unexpected(served.loaded.prepared.name, error)
             return [Rejected(request_id=submit.request_id, code="no_model", message=str(told), retryable=True)]
         return served.scheduler.submit(submit)
-
-    def _drop(self, drop: Drop) -> list[Event]:
-        events: list[Event] = []
-        blocks = size = 0
-        for served in self._residents:
-            freed, ended = served.scheduler.drop(drop.session_id)
-            blocks, size = blocks + freed, size + freed * served.measures.block_bytes
-            events += ended
-        return [*events, Dropped(call_id=drop.call_id, blocks=blocks, bytes=size)]
-
-    def _estimate(self, estimate: Estimate) -> Estimated:
-        served = self._residents.get(estimate.model)
-        found = served.scheduler.estimate(estimate.token_ids, estimate.salt, estimate.shared_len) if served else 0
-        total = len(estimate.token_ids)
-        return Estimated(
-            call_id=estimate.call_id, prompt_tokens=total, device_tokens=found, computed_tokens=total - found
-        )
-
-    def _snapshot(self, call_id: str) -> Snapshot:
-        models = list(self._residents)
-        fields = [served.scheduler.snapshot_fields() for served in models]
-        tokens: Counter[str] = Counter()
-        for field in fields:
-            tokens.update(field.pop("session_tokens"))
-        return Snapshot(
-            call_id=call_id,
-            models=[served.usage() for served in models],
-            budget_bytes=self._residents.budget,
-            pool_bytes=sum(served.pool_bytes for served in models),
-            used_bytes=sum(
-                (field["leased_blocks"] + field["idle_blocks"]) * served.measures.block_bytes
-                for served, field in zip(models, fields, strict=True)
-            ),
-            steps=sum(served.runner.steps for served in models),
-            forwarded_tokens=sum(served.runner.forwarded_tokens for served in models),
-            session_tokens=dict(tokens),
-            **{name: sum(field[name] for field in fields) for name in fields[0]},
-        )
 
 
 def _unexpected(model: str, error: Exception) -> ModelLoadError:

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ModelLoadError
+from engine.cache.disk_tier import Post
+from engine.config import CacheConfig, EngineConfig
+from engine.errors import EngineError, ModelLoadError
 from engine.model import kinds, loading, memory, sources
 from engine.model.choices import recorded_dtype
 from engine.model.folders import read_configuration
+from engine.opening import fill_in, open_tiers
 from engine.served import MIN_BLOCKS, Measures, ServedModel, contents, lacks_memory, no_room_for_pool
 from engine.shares import split, usual_bytes
 from engine.words import size
@@ -49,9 +51,11 @@ class Found:
 class Residents:
     """The one owner of the served models, in the order of their last use; all but `find` is for the engine's thread."""
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], post: Post) -> None:
         self._config = config
         self._clock = clock
+        device, _ = loading.choose(config.device, config.dtype)
+        self._cache, self.tiers = open_tiers(config, device, clock, post)
         self._models: dict[str, ServedModel] = {}  # the one used last at the end
         self._found: dict[str, Found] = {}  # where the weights of each are read again
         self._auto_budget = 0
@@ -63,7 +67,7 @@ class Residents:
     @property
     def budget(self) -> int:
         """Bytes of KV that all models may have together: as configured, else what the most demanding of them needs."""
-        return self._config.device_kv or self._auto_budget
+        return self._cache.device_kv or self._auto_budget
 
     def get(self, fingerprint: str) -> ServedModel | None:
         """A served model; "" is the first one. None: it is not served, or no longer."""
@@ -114,6 +118,24 @@ class Residents:
         """What is wrong with the shares; empty when nothing is."""
         total = sum(served.pool_bytes for served in self)
         return [f"the pools take {total} bytes of a budget of {self.budget}"] if total > self.budget else []
+
+    def configure(self, cache: CacheConfig) -> None:
+        """Other budgets and rules from now on. Raises `EngineError` for what cannot be; then nothing has changed."""
+        models = list(self)
+        limits = fill_in(cache, self._config.kv_dir, models[0].loaded.device)
+        wanted = limits.device_kv or self._auto_budget
+        leased = sum(served.holding.leased_bytes for served in models)
+        least = max([leased, *(MIN_BLOCKS * served.measures.block_bytes for served in models)])
+        if wanted < least:
+            raise EngineError(
+                f"device_kv of {size(wanted)} is too small now, {size(least)} are in use: wait, or raise it"
+            )
+        self.tiers.configure(limits)
+        self._cache = limits
+        for served in models:
+            served.allow(self.budget)
+        last = models[-1]
+        self._resize(last, self._take_back(last, last.needed_bytes))
 
     def settle(self, served: ServedModel) -> None:
         """Give `served` what the others can spare now; where memory is short, it goes on with what it has."""
@@ -182,7 +204,7 @@ class Residents:
 
     def _admit(self, loaded: loading.LoadedModel, measures: Measures) -> ServedModel:
         """A newcomer: the others shrink, and it gets the rest. Raises `ModelLoadError`; then they have it back."""
-        if self._config.device_kv is None:
+        if self._cache.device_kv is None:
             free = memory.available(loaded.device)
             usual = usual_bytes(measures.context_length, self._config.block_size, measures.block_bytes, free)
             self._auto_budget = max(self._auto_budget, usual)
@@ -202,7 +224,9 @@ class Residents:
                     f"the replies being written leave {loaded.prepared.name} no room in the cache of "
                     f"{size(self.budget)}: wait for them, or choose a larger device_kv"
                 )
-            served = ServedModel(loaded, measures, share // measures.block_bytes, self._config, self._clock)
+            blocks = share // measures.block_bytes
+            served = ServedModel(loaded, measures, blocks, self._config, self._clock, self.tiers)
+            self.tiers.take_stock(served.residency.space)
         except BaseException:
             if last is not None:
                 self.settle(last)

@@ -16,11 +16,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from engine.batch import Batch, Row
-from engine.cache.block import Scope
+from engine.cache.block import Lease
 from engine.cache.laws import violations
 from engine.cache.manager import BlockManager
+from engine.cache.residency import Residency
 from engine.limits import Limits
-from engine.protocol import Event, FinishReason, RejectCode, Rejected, Submit, Tokens
+from engine.protocol import Event, FinishReason, Prefetch, RejectCode, Rejected, Submit, Tokens
+from engine.restoring import Restoring
 from engine.sequence import Request, Sequence
 
 _order = attrgetter("order")
@@ -42,11 +44,14 @@ class Scheduler:
         vocab_size: int,
         max_batch_tokens: int = 512,
         clock: Callable[[], float] = time.monotonic,
+        residency: Residency | None = None,
     ) -> None:
         if max_batch_tokens < 1:
             raise ValueError(f"max_batch_tokens is {max_batch_tokens}; it must be at least 1")
         self.context_length, self.max_batch_tokens = context_length, max_batch_tokens
         self._manager, self._clock = manager, clock
+        self._residency, self._restoring = residency, Restoring(residency, manager, clock)
+        self._planned_at = 0.0
         blocks = manager.total_blocks
         self._limits = Limits(context_length, vocab_size, manager.block_size, blocks, blocks)
         self._requests: dict[str, Request] = {}
@@ -76,6 +81,7 @@ class Scheduler:
     def cancel(self, request_id: str, index: int | None = None) -> list[Event]:
         """End what is left of a request, in whatever state, or one sample that is being written; else nothing."""
         self._between_steps()
+        self._events += self._restoring.stop(request_id)
         request = self._requests.get(request_id)
         for sequence in request.samples if request is not None else []:
             wanted = index is None or (sequence.index == index and sequence.reply_ids)
@@ -86,15 +92,16 @@ class Scheduler:
     def drop(self, session_id: str) -> tuple[int, list[Event]]:
         """Cancel a session's requests and forget it: how many blocks that freed, and the events of the cancelling."""
         self._between_steps()
-        events: list[Event] = []
+        events: list[Event] = [*self._restoring.stop_session(session_id)]
         for request in list(self._requests.values()):
             if request.submit.session_id == session_id:
                 events += self.cancel(request.submit.request_id)
         return self._manager.drop(session_id), events
 
-    def estimate(self, token_ids: list[int], salt: bytes = b"", shared_len: int = 0) -> int:
-        """How many of these tokens a request would find in the pool now. Changes nothing."""
-        return self._manager.match(Scope("", salt, shared_len), token_ids).reused
+    def prefetch(self, command: Prefetch) -> list[Event]:
+        """Bring to the device what the tiers below have of a prompt; the answer may come later."""
+        self._between_steps()
+        return [*self._restoring.prefetch(command)]
 
     def allow(self, blocks: int) -> None:
         """The pool may come to have so many blocks: a request that needs no more can wait for them."""
@@ -117,6 +124,8 @@ class Scheduler:
         gone.
         """
         self._between_steps()
+        if blocks < self._manager.total_blocks:
+            self._events += self._restoring.make_way()
         moved = self._manager.make_fit(blocks)
         move(blocks, moved)
         self._manager.renumber(blocks, moved)
@@ -134,11 +143,15 @@ class Scheduler:
         for sequence in [s for s in self._running if not s.reading]:
             if sequence.lease is not None and self._make_room(sequence):
                 self._plan(sequence)
-        for sequence in [s for s in self._running if s.reading]:
+        self._restore(self._running)
+        for sequence in [s for s in self._running if s.reading and s.restore is None]:
             if self._budget > 0:
                 self._plan(sequence)
         self._admit()
         self._announce()
+        if not self._waiting:
+            self._events += self._restoring.run_ahead(others_run=bool(self._running))
+        self._planned_at = self._clock()
         return Batch([row for _, row in self._step]) if self._step else None
 
     def commit(self, batch: Batch, sampled: list[list[int]]) -> list[Event]:
@@ -146,6 +159,7 @@ class Scheduler:
         if [len(ids) for ids in sampled] != [len(row.draws) for row in batch.rows] or len(sampled) != len(self._step):
             raise RuntimeError("the runner's answer does not fit the batch")
         step, self._step = self._step, []
+        self._restoring.took(self._clock() - self._planned_at)
         for (sequence, row), ids in zip(step, sampled, strict=True):
             self._manager.commit(sequence.held, row.token_ids)
             sequence.forwarded(row.start, len(row.token_ids))
@@ -177,14 +191,14 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """No request is waiting or running."""
-        return not self._requests
+        """No request is waiting or running, and nothing is fetched ahead of one."""
+        return not self._requests and self._restoring.idle
 
     def violations(self) -> list[str]:
         """Every broken law of blocks, index and leases, and of who runs and who waits; empty when all hold."""
         broken = violations(self._manager)
         leases = {sequence.held for sequence in self._running}
-        if leases != self._manager.leases or len(leases) != len(self._running):
+        if leases | self._restoring.leases != self._manager.leases or len(leases) != len(self._running):
             broken.append(f"{len(self._running)} sequences run on {len(self._manager.leases)} leases")
         if any(sequence.lease is not None for sequence in self._waiting):
             broken.append("a waiting sequence holds a lease")
@@ -227,6 +241,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for the sequence's next token. False when it had to step back, or to end because it has all there is."""
         while not self._manager.extend(sequence.held, len(sequence.token_ids)):
+            if self._make_way():
+                continue
             newest = self._running[-1]
             if len(self._running) == 1 and not self._limits.may_grow:
                 self._finish(sequence, "length", self._limits.pool_full)
@@ -252,9 +268,11 @@ class Scheduler:
             if self._is_being_read(sequence):
                 continue
             self._admitting = sequence
-            spare = 1 if self._running else 0
-            lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
+            restore = self._restoring.find(sequence.request.scope, sequence.token_ids)
+            lease = self._lease(sequence)
             self._admitting = None
+            if lease is None:
+                self._restoring.abandon(restore)
             if lease is None and (self._running or self._limits.may_grow):
                 return
             self._waiting.remove(sequence)
@@ -262,9 +280,34 @@ class Scheduler:
                 self._finish(sequence, "length", self._limits.pool_full)
                 continue
             sequence.admit(lease, self._clock())
+            sequence.restore = restore
             insort(self._running, sequence, key=_order)
             self._progress(sequence, "reading")
-            self._plan(sequence)
+            if restore is None:
+                self._restoring.explain(sequence)
+            self._restore([sequence])
+            if sequence.restore is None:
+                self._plan(sequence)
+
+    def _lease(self, sequence: Sequence) -> Lease | None:
+        """Blocks for all that the sequence has; None where there is no room, even when nothing is fetched ahead."""
+        spare = 1 if self._running else 0
+        lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
+        if lease is None and self._make_way():
+            lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
+        return lease
+
+    def _make_way(self) -> bool:
+        """Have what is fetched ahead give its room back; whether anything was."""
+        busy = not self._restoring.idle
+        self._events += self._restoring.make_way()
+        return busy
+
+    def _restore(self, sequences: list[Sequence]) -> None:
+        """Bring from the tiers below what these sequences wait for, as far as the time goes."""
+        others_write = any(not sequence.reading for sequence in self._running)
+        for sequence in self._restoring.advance(list(sequences), others_write=others_write):
+            self._progress(sequence, "reading")
 
     def _is_being_read(self, sequence: Sequence) -> bool:
         """Another is computing what this one wants next: waiting for that beats computing it twice."""
@@ -309,6 +352,8 @@ class Scheduler:
 
     def _take_out(self, sequence: Sequence) -> None:
         """Out of whatever line it stands in, and its lease back."""
+        self._restoring.abandon(sequence.restore)
+        sequence.restore = None
         if sequence.lease is not None:
             self._running.remove(sequence)
             self._manager.release(sequence.lease)

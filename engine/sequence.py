@@ -9,7 +9,8 @@ from typing import Literal
 
 from engine.batch import Draw
 from engine.cache.block import Lease, Scope, common_prefix
-from engine.protocol import Finished, FinishReason, Progress, Submit, Usage
+from engine.cache.residency import Restore, Restored
+from engine.protocol import Finished, FinishReason, Miss, Progress, Submit, Usage
 
 
 def sample_seed(seed: int | None, index: int) -> int:
@@ -25,7 +26,8 @@ class Sequence:
 
     `token_ids` is the prompt and then `reply_ids`. The token sampled last has no K/V yet. `seen` is the first position
     that this sequence has never had in the pool: what is forwarded below it is recomputed. Running means having a
-    lease; `read_to` tokens are there to be read, more than one at once, since the lease was made.
+    lease; `read_to` tokens are there to be read, more than one at once, since the lease was made. With a `restore`,
+    blocks are on their way from the tiers below, and nothing is forwarded.
     """
 
     request: Request
@@ -36,7 +38,12 @@ class Sequence:
     lease: Lease | None = None
     read_to: int = 0
     seen: int = 0
+    restore: Restore | None = None
+    restore_s: float = 0.0
+    miss: Miss | None = None
     device_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
@@ -72,6 +79,15 @@ class Sequence:
         prompt = min(lease.reused, self.request.prompt_len)
         self.device_tokens += max(0, prompt - self.seen)
         self.seen = max(self.seen, lease.reused)
+
+    def restored(self, part: Restored) -> None:
+        """Account for tokens that came from a tier below."""
+        first_time = max(0, min(part.end, self.request.prompt_len) - max(part.start, self.seen))
+        if part.tier == "host":
+            self.host_tokens += first_time
+        else:
+            self.disk_tokens += first_time
+        self.seen = max(self.seen, part.end)
 
     def forwarded(self, start: int, count: int) -> None:
         """Account for tokens `start` … `start + count - 1`, which went through the model."""
@@ -122,13 +138,17 @@ class Sequence:
         arrived = self.request.arrived_at
         first = self.first_token_at
         return Usage(
-            prompt_tokens=self.device_tokens + self.computed_tokens,
+            prompt_tokens=self.device_tokens + self.host_tokens + self.disk_tokens + self.computed_tokens,
             device_tokens=self.device_tokens,
+            host_tokens=self.host_tokens,
+            disk_tokens=self.disk_tokens,
             computed_tokens=self.computed_tokens,
             recomputed_tokens=self.recomputed_tokens,
             output_tokens=len(self.reply_ids),
             preemptions=self.preemptions,
             queue_s=(now if self.admitted_at is None else self.admitted_at) - arrived,
+            restore_s=self.restore_s,
+            miss=self.miss,
             first_token_s=None if first is None else first - arrived,
             total_s=now - arrived,
         )

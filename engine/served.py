@@ -5,6 +5,7 @@ It knows nothing of other models, of where models come from, and of pipes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,8 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine import words
+from engine.batch import Batch
+from engine.cache.block import root_hash
+from engine.cache.block_file import FORMAT_VERSION
+from engine.cache.cold import Space
+from engine.cache.image import ImageCodec
 from engine.cache.manager import BlockManager
 from engine.cache.pool import KVPool
+from engine.cache.rates import StepTimes, context_tokens
+from engine.cache.residency import Residency
+from engine.cache.tiers import ColdTiers
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
 from engine.model import loading, selfcheck
@@ -60,21 +69,33 @@ class Measures:
 class ServedModel:
     """A model and its requests. Made with weights, checked and warmed up; `unload` and `attach` take and bring them."""
 
-    def __init__(
-        self, loaded: LoadedModel, measures: Measures, blocks: int, config: EngineConfig, clock: Callable[[], float]
+    def __init__(  # noqa: PLR0917 - what it is made of
+        self,
+        loaded: LoadedModel,
+        measures: Measures,
+        blocks: int,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        tiers: ColdTiers,
     ) -> None:
         self.measures = measures
+        self._clock, self._chunk = clock, config.max_batch_tokens
+        self.times = StepTimes()
         self.loaded = loaded
         self.contents = contents(loaded.prepared)
         self._pool = _make_pool(loaded, measures.shape, blocks, config.block_size)
         selfcheck.check(loaded, self._pool)
         self.runner = ModelRunner(loaded, self._pool)
+        self.residency = Residency(self._space(config), tiers, lambda: self._pool.data, clock, config.force)
         manager = BlockManager(
             total_blocks=blocks,
             block_size=config.block_size,
-            fingerprint=bytes.fromhex(measures.fingerprint),
+            fingerprint=self.residency.space.fingerprint,
             copy_tokens=self.runner.copy_tokens,
+            clock=clock,
+            below=self.residency,
         )
+        self.residency.manager = manager
         self._manager = manager
         self.most_blocks = blocks
         self.scheduler = Scheduler(
@@ -83,6 +104,7 @@ class ServedModel:
             vocab_size=measures.vocab_size,
             max_batch_tokens=config.max_batch_tokens,
             clock=clock,
+            residency=self.residency,
         )
         self._warm_up()
 
@@ -169,13 +191,19 @@ class ServedModel:
         if blocks != self._manager.total_blocks:
             self.scheduler.resize(blocks, self._pool.resize)
 
+    def drop(self, session_id: str) -> tuple[int, list[Event]]:
+        """Forget a session on the device: how many blocks that freed, and the events of ending what it runs."""
+        dropped = self.scheduler.drop(session_id)
+        self.residency.forget(session_id)
+        return dropped
+
     # --- work -------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Event] | None:
         """One forward pass, and what came of it; None when nothing can run. Raises when the books are wrong."""
         try:
             batch = self.scheduler.schedule()
-            sampled = self.runner.run(batch) if batch is not None else []
+            sampled = self._run(batch) if batch is not None else []
         except (EngineError, MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
             log.exception("a step failed")
             events = self.scheduler.fail(_sentence(error))
@@ -185,6 +213,32 @@ class ServedModel:
         if batch is not None:
             return self.scheduler.commit(batch, sampled)
         return self.scheduler.take_events() or None
+
+    def _run(self, batch: Batch) -> list[list[int]]:
+        """Forward it, and learn how long that takes."""
+        began = self._clock()
+        sampled = self.runner.run(batch)
+        context = sum(context_tokens(row.start, len(row.token_ids)) for row in batch.rows)
+        self.times.observe(batch.tokens, context, len(batch.rows), self._clock() - began)
+        return sampled
+
+    def _space(self, config: EngineConfig) -> Space:
+        """What names and lays out its blocks in every tier."""
+        shape, fingerprint = self.measures.shape, cache_fingerprint(self.measures.fingerprint, config.cold_kv_dtype)
+        codec = ImageCodec(
+            layers=shape.layers,
+            block_size=config.block_size,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=self.loaded.dtype,
+            cold_dtype=config.cold_kv_dtype,
+        )
+        return Space(
+            fingerprint, root_hash(fingerprint), codec, config.block_size, self.measures.block_bytes, self._compute_s
+        )
+
+    def _compute_s(self, start: int, tokens: int) -> float | None:
+        return self.times.prefill_seconds(start, tokens, self._chunk)
 
     def _warm_up(self) -> None:
         """A real request through every part, so that no person pays for the first one; it leaves nothing behind."""
@@ -196,9 +250,14 @@ class ServedModel:
             if batch is None:
                 break
             self.scheduler.commit(batch, self.runner.run(batch))
-        self.scheduler.drop("warm-up")
+        self.drop("warm-up")
         self.runner.steps = self.runner.forwarded_tokens = 0
         self.scheduler.reset_counters()
+
+
+def cache_fingerprint(model: str, cold_dtype: str) -> bytes:
+    """What names a model's blocks in every tier: all that decides its K and V, and how they are kept."""
+    return hashlib.sha256(f"{model}/{cold_dtype}/{FORMAT_VERSION}".encode()).digest()
 
 
 def contents(prepared: PreparedModel) -> tuple[str, bytes]:

@@ -21,6 +21,14 @@ def block_hash(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
     return hashlib.blake2b(head + struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=HASH_BYTES).digest()
 
 
+def tail_key(parent: bytes, token_ids: Sequence[int], salt: bytes, session_id: str) -> bytes:
+    """The name of a part-filled block in the tiers: like `block_hash`, and of one session only."""
+    whose = session_id.encode()
+    head = struct.pack(f"<{len(parent)}sI{len(salt)}sI{len(whose)}s", parent, len(salt), salt, len(whose), whose)
+    body = head + struct.pack(f"<{len(token_ids)}q", *token_ids)
+    return hashlib.blake2b(body, digest_size=HASH_BYTES, person=b"keepwarm-tail").digest()
+
+
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """How many leading ids two sequences share."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
@@ -39,7 +47,11 @@ class Scope:
 
     def salt_at(self, index: int, block_size: int) -> bytes:
         """The salt of block `index`: none where the whole block lies inside the shared preset."""
-        return b"" if (index + 1) * block_size <= self.shared_len else self.salt
+        return b"" if self.shares(index, block_size) else self.salt
+
+    def shares(self, index: int, block_size: int) -> bool:
+        """Whether block `index` lies inside the preset."""
+        return (index + 1) * block_size <= self.shared_len
 
     def reach(self, other: Scope, block_size: int) -> int | None:
         """Up to which position the two could share blocks if their tokens agreed; None: without limit."""
@@ -59,29 +71,44 @@ class Block:
     """A slot of the pool in use. Identity is the object; the manager is the one owner of all of them.
 
     `token_ids` are exactly the tokens whose K/V the slot holds. `hash` names a full, published block and is None
-    before; `parent_hash` is set while the block is published. `holders` are the sessions that have read it.
+    before; `parent_hash` is set while the block is published. `holders` are the sessions that have read it. `depth`
+    blocks come before it, `preset` ones are made of a shared preset alone, `lossy` ones came from rounded copies.
+    `last_used` is when its last lease ended.
     """
 
     id: int
     salt: bytes
     holders: set[str]
+    depth: int = 0
+    preset: bool = False
+    lossy: bool = False
+    last_used: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     parent_hash: bytes | None = None
     hash: bytes | None = None
     leases: int = 0
+
+    @property
+    def key(self) -> bytes | None:
+        """What names its tokens in every tier; None while it cannot be found."""
+        if self.hash is not None or self.parent_hash is None:
+            return self.hash
+        return tail_key(self.parent_hash, self.token_ids, self.salt, min(self.holders))
 
 
 @dataclass(eq=False)
 class Lease:
     """A running sequence's hold on its blocks, first to last; none of them is evicted or reused while it lasts.
 
-    `computed` tokens have their K/V in the blocks; `reused` of them were found there when the lease was made.
+    `computed` tokens have their K/V in the blocks; `reused` of them were found there when the lease was made, or came
+    from a tier below. One that does not `count` as a use of its session leaves what is known of that alone.
     """
 
     scope: Scope
     blocks: list[Block]
     computed: int = 0
     reused: int = 0
+    counts: bool = True
 
     def block_ids(self, length: int, block_size: int) -> tuple[int, ...]:
         """The block table for positions 0 … length - 1."""

@@ -5,10 +5,10 @@ It knows nothing of tensors, requests or time. "No room" is a return value; a br
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.free import FreeBlocks
@@ -16,6 +16,19 @@ from engine.cache.idle import IdleBlocks
 from engine.cache.index import PrefixIndex
 
 CopyTokens = Callable[[int, int, int], None]
+
+
+class Below(Protocol):
+    """What lies below the pool, and decides who leaves it."""
+
+    def order(self, idle: list[Block]) -> list[Block]:
+        """The idle blocks, which come oldest first, with the first to go first; children before their parents."""
+
+    def keep(self, block: Block) -> None:
+        """Take a copy of a block, if that is worth it: its slot is about to be reused."""
+
+    def released(self, lease: Lease) -> None:
+        """A lease ends; its blocks still say all that they hold."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,8 @@ class BlockManager:
     """Bookkeeping of `total_blocks` blocks of `block_size` tokens; each is free, leased or idle.
 
     `copy_tokens(source, target, count)` copies K/V between blocks at once; `on_free(block_id)` is told of every block
-    that is destroyed. `fingerprint` stands for all that makes K/V comparable: weights, dtype, layout.
+    that is destroyed. `fingerprint` stands for all that makes K/V comparable: weights, dtype, layout. `below`, where
+    there is one, is asked who goes, and offered what goes for lack of room.
     """
 
     def __init__(
@@ -51,10 +65,13 @@ class BlockManager:
         fingerprint: bytes,
         copy_tokens: CopyTokens,
         on_free: Callable[[int], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        below: Below | None = None,
     ) -> None:
         self.total_blocks, self.block_size = total_blocks, block_size
         self.free = FreeBlocks(total_blocks)
-        self.idle = IdleBlocks(maxsize=total_blocks)
+        self._below, self._clock = below, clock
+        self.idle = self._no_idle_blocks(total_blocks)
         self.index = PrefixIndex(fingerprint)
         self.blocks: dict[int, Block] = {}
         self.leases: set[Lease] = set()
@@ -164,6 +181,8 @@ class BlockManager:
 
     def release(self, lease: Lease) -> None:
         """End the lease. Its computed tokens stay as idle blocks; blocks that hold nothing to be found are freed."""
+        if self._below is not None:
+            self._below.released(lease)
         self.leases.remove(lease)
         self._let_go(lease.blocks)
 
@@ -188,15 +207,18 @@ class BlockManager:
         """Evict up to `count` idle blocks, in the order of the idle ones; how many went."""
         count = max(0, min(count, len(self.idle)))
         for _ in range(count):
-            self.evict(self.idle.popitem()[1])
+            block = self.idle.popitem()[1]
+            if self._below is not None:
+                self._below.keep(block)
+            self.evict(block)
         return count
 
     def drop(self, session_id: str) -> int:
         """Forget a session, and evict the blocks that only it holds; how many went. It must have no lease."""
         if any(lease.scope.session_id == session_id for lease in self.leases):
             raise RuntimeError(f"session {session_id} was dropped while it runs")
-        gone = [block for block in self.idle.order() if block.holders == {session_id}]
-        for block in gone:  # oldest first, and so children before parents
+        gone = [block for block in self.idle.oldest_first() if block.holders == {session_id}]
+        for block in gone:  # children before parents
             self.evict(block)
         for block in self.blocks.values():
             block.holders.discard(session_id)
@@ -219,12 +241,12 @@ class BlockManager:
 
     def renumber(self, total_blocks: int, moved: Mapping[int, int]) -> None:
         """Have `total_blocks` blocks from now on, those in use under the ids that `make_fit` chose for this size."""
-        order = self.idle.order()
+        order = self.idle.oldest_first()
         for block in self.blocks.values():
             block.id = moved[block.id]
         self.blocks = {block.id: block for block in self.blocks.values()}
         self.index.renumber()
-        self.idle = IdleBlocks(maxsize=total_blocks)
+        self.idle = self._no_idle_blocks(total_blocks)
         for block in order:
             self.idle[block.id] = block
         self.free = FreeBlocks(total_blocks, used=self.blocks)
@@ -255,18 +277,12 @@ class BlockManager:
             "idle_blocks": len(self.idle),
             "reused_tokens": self.reused_tokens,
             "evicted_blocks": self.evicted_blocks,
-            "session_tokens": self.session_tokens(),
         }
 
-    def session_tokens(self) -> dict[str, int]:
-        """Tokens of each session that the pool holds; shared ones count for each of their sessions."""
-        tokens: Counter[str] = Counter()
-        for block in self.index:
-            for session_id in block.holders:
-                tokens[session_id] += len(block.token_ids)
-        return dict(tokens)
-
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _no_idle_blocks(self, most: int) -> IdleBlocks:
+        return IdleBlocks(most, self._below.order if self._below is not None else None)
 
     def _hold(self, block: Block, scope: Scope | None = None) -> None:
         self.idle.pop(block.id, None)
@@ -278,6 +294,8 @@ class BlockManager:
         for block in chain:
             block.leases -= 1
         unused = [block for block in chain if block.leases == 0]
+        for block in unused:
+            block.last_used = self._clock()
         self.idle.give_back(block for block in unused if block.parent_hash is not None)
         for block in unused:
             if block.parent_hash is None:
@@ -287,8 +305,9 @@ class BlockManager:
         self.evict_idle(count - len(self.free))
         last = lease.blocks[-1].id if lease.blocks else None
         for block_id in self.free.take(count, after=last):
-            salt = lease.scope.salt_at(len(lease.blocks), self.block_size)
-            block = Block(block_id, salt, {lease.scope.session_id}, leases=1)
+            depth, scope = len(lease.blocks), lease.scope
+            salt, preset = scope.salt_at(depth, self.block_size), scope.shares(depth, self.block_size)
+            block = Block(block_id, salt, {scope.session_id}, depth=depth, preset=preset, leases=1)
             self.blocks[block_id] = block
             lease.blocks.append(block)
 

@@ -7,8 +7,9 @@ from itertools import count
 from typing import Any
 
 from engine.batch import Batch
+from engine.cache.block import Scope
 from engine.cache.manager import BlockManager
-from engine.protocol import Event, Finished, Progress, Rejected, Sampling, Submit, Tokens
+from engine.protocol import Event, Finished, Prefetched, Progress, Rejected, Sampling, Submit, Tokens
 from engine.scheduler import Scheduler
 from tests.engine.fake_model import VOCABULARY, FakeModel, StepError, expected_reply
 
@@ -40,6 +41,7 @@ class Rig:
         self.finished: dict[str, dict[int, Finished]] = defaultdict(dict)
         self.rejected: dict[str, Rejected] = {}
         self.progress: dict[str, list[Progress]] = defaultdict(list)
+        self.prefetched: dict[str, Prefetched] = {}
         self.events: list[Event] = []
         self._numbers = count()
 
@@ -84,6 +86,10 @@ class Rig:
         request_id = self.submit(token_ids, max_tokens, session, **fields)
         self.run()
         return self.replies[request_id][0]
+
+    def found(self, token_ids: list[int], salt: bytes = b"") -> int:
+        """How many of these tokens a request would find in the pool now."""
+        return self.manager.match(Scope("", salt), token_ids).reused
 
     def usage(self, request_id: str, index: int = 0) -> tuple[int, int, int, int]:
         """Found, computed, recomputed and sampled tokens of a finished sample."""
@@ -131,6 +137,8 @@ class Rig:
                     assert event.index not in self.finished[event.request_id], "a sample ended twice"
                     self.finished[event.request_id][event.index] = event
                     self._compare(event)
+                case Prefetched():
+                    self.prefetched[event.call_id] = event
                 case _:
                     raise AssertionError(f"the scheduler said {event}")
 
@@ -149,7 +157,8 @@ class Rig:
             if not end.detail and end.reason != "cancelled":
                 assert reply == whole
         usage = end.usage
-        assert usage.prompt_tokens == usage.device_tokens + usage.computed_tokens
+        found = usage.device_tokens + usage.host_tokens + usage.disk_tokens
+        assert usage.prompt_tokens == found + usage.computed_tokens
         assert usage.output_tokens == len(reply)
         if end.reason != "cancelled":
             assert usage.prompt_tokens == len(submit.token_ids)

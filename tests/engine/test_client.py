@@ -12,14 +12,16 @@ import psutil
 import pytest
 
 from engine.client import EngineClient, new_request_id
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineUnavailable
 from engine.protocol import Finished, Progress, Rejected, Sampling, Submit, Tokens
 from engine.state import EngineState
 
 
 def config(model: Path | str, cache: Path, **kwargs) -> EngineConfig:
-    return EngineConfig(model=str(model), cache_dir=str(cache), device="cpu", dtype="float32", **kwargs)
+    tiers = {name: kwargs.pop(name) for name in CacheConfig.__struct_fields__ if name in kwargs}
+    limits = CacheConfig(**{"host_kv": 0, **tiers})
+    return EngineConfig(model=str(model), cache_dir=str(cache), device="cpu", dtype="float32", cache=limits, **kwargs)
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ async def test_ready_means_that_it_was_warmed_up_and_left_nothing_behind(client:
     assert capabilities.total_blocks * capabilities.block_size >= 2 * 1024
     snapshot = await client.snapshot()
     assert snapshot.free_blocks == snapshot.total_blocks
-    assert (snapshot.forwarded_tokens, snapshot.steps, snapshot.session_tokens) == (0, 0, {})
+    assert (snapshot.forwarded_tokens, snapshot.steps, snapshot.sessions) == (0, 0, {})
 
 
 async def test_closing_a_stream_cancels_within_a_step(client: EngineClient) -> None:

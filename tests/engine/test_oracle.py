@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from engine.cache.block import Scope
 from engine.model import loading, selfcheck
 from engine.model.loading import LoadedModel
 from engine.model.sources import PreparedModel
@@ -102,7 +103,7 @@ def test_cache_off_and_cache_evicted_give_the_same_reply(make, chats) -> None:
         assert engine.reply(prompt, NEW, stop_ids=[2]) == expected
         assert engine.runner.forwarded_tokens == len(prompt) + len(expected) - 1
         engine.scheduler.drop("s")
-        assert engine.scheduler.estimate(prompt, b"", 0) == 0
+        assert engine.manager.match(Scope("s"), prompt).reused == 0
         engine.runner.forwarded_tokens = 0
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from engine.client import EngineClient, new_request_id
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.protocol import Finished, Rejected, Submit, Tokens
 
 PROMPT = [(7 * i + 3) % 250 for i in range(500)]
@@ -47,7 +47,12 @@ def wide_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture
 async def client(wide_model: Path, tmp_path: Path) -> AsyncIterator[EngineClient]:
     config = EngineConfig(
-        model=str(wide_model), cache_dir=str(tmp_path), device="cpu", dtype="float32", device_kv=32 * 2**20, threads=1
+        model=str(wide_model),
+        cache_dir=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+        cache=CacheConfig(device_kv=32 * 2**20),
+        threads=1,
     )
     client = EngineClient(config)
     await client.start()

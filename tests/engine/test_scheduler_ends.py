@@ -112,7 +112,7 @@ def test_cancelled_tokens_stay_to_be_found(make_rig):
     rig.step()
     rig.step()
     rig.cancel(request)
-    assert rig.scheduler.estimate(PRESET) == 12
+    assert rig.found(PRESET) == 12
     assert rig.usage(request) == (0, 12, 0, 0)
 
 
@@ -138,7 +138,7 @@ def test_a_failed_step_ends_its_requests_and_publishes_nothing(make_rig):
     assert rig.rejected[ran].code == "internal" and rig.rejected[ran].retryable
     assert "garbage" in rig.rejected[ran].message
     assert set(rig.rejected) == {ran, beside} and rig.scheduler.idle
-    assert rig.scheduler.estimate([1] * 6) == rig.scheduler.estimate([2] * 9) == 0
+    assert rig.found([1] * 6) == rig.found([2] * 9) == 0
     assert rig.reply([1] * 6, 9) == expected_reply([1] * 6, 9)
 
 
@@ -158,7 +158,7 @@ def test_tokens_of_earlier_steps_survive_a_failed_one(make_rig):
     rig.step()
     rig.model.fail_next = True
     rig.step()
-    assert rig.scheduler.estimate(PRESET) == 6
+    assert rig.found(PRESET) == 6
     assert rig.reply(PRESET, 9) == expected_reply(PRESET, 9)
 
 

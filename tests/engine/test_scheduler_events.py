@@ -75,7 +75,6 @@ def test_a_snapshot_counts_blocks_and_requests(make_rig):
         "sampled_tokens": 5,
         "preemptions": 0,
         "evicted_blocks": 0,
-        "session_tokens": {"a": 12, "b": 10},
     }
     rig.run()
     rig.scheduler.reset_counters()
@@ -87,4 +86,3 @@ def test_an_empty_scheduler_has_nothing_to_say(make_rig):
     rig = make_rig()
     assert rig.scheduler.idle and rig.scheduler.schedule() is None and rig.scheduler.take_events() == []
     assert rig.scheduler.fail("nothing ran") == []
-    assert rig.scheduler.snapshot_fields()["session_tokens"] == {}

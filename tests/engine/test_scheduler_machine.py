@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from engine.protocol import Sampling
+from tests.engine.cache.books import session_tokens
 from tests.engine.rig import Rig
 
 STEPS = 130
@@ -130,7 +131,7 @@ class Chats(RuleBasedStateMachine):
     @rule(session=sessions)
     def drop(self, session: str) -> None:
         counts["drop"] += self.rig.drop(session) > 0
-        assert session not in self.rig.manager.session_tokens()
+        assert session not in session_tokens(self.rig.manager)
         self.asked = {request: asked for request, asked in self.asked.items() if asked[0] != session}
         self.history.pop(session, None)
 

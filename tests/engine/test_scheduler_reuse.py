@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engine.cache.books import session_tokens
 from tests.engine.fake_model import expected_reply
 from tests.engine.rig import shape
 
@@ -30,8 +31,8 @@ def test_the_token_sampled_last_is_not_recorded_as_cached(make_rig):
     rig = make_rig()
     prompt = [1, 2, 3, 4, 5]
     whole = prompt + rig.reply(prompt, 6)
-    assert rig.scheduler.estimate([*whole, 0]) == len(whole) - 1
-    assert rig.manager.session_tokens() == {"s": len(whole) - 1}
+    assert rig.found([*whole, 0]) == len(whole) - 1
+    assert session_tokens(rig.manager) == {"s": len(whole) - 1}
 
 
 def test_an_edited_and_a_branched_history_share_their_beginning(make_rig):
@@ -52,9 +53,9 @@ def test_an_estimate_is_what_a_request_then_finds(make_rig):
     rig.reply(PRESET, 5)
     before = rig.evicted_next()
     prompt = [*PRESET[:13], 1, 2, 3]
-    assert rig.scheduler.estimate(prompt) == 13
-    assert rig.scheduler.estimate([]) == 0 and rig.scheduler.estimate([1]) == 0
-    assert rig.scheduler.estimate(prompt, salt=b"other") == 0
+    assert rig.found(prompt) == 13
+    assert rig.found([]) == 0 and rig.found([1]) == 0
+    assert rig.found(prompt, salt=b"other") == 0
     assert rig.evicted_next() == before
     request = rig.submit(prompt)
     rig.run()
@@ -66,7 +67,7 @@ def test_evicted_sessions_are_computed_again_and_say_the_same(make_rig):
     first = rig.reply([1] * 9, 6)
     for other in range(2, 6):
         rig.reply([other] * 12, 6, session=f"s{other}")
-    assert rig.scheduler.estimate([1] * 9) == 0
+    assert rig.found([1] * 9) == 0
     assert rig.reply([1] * 9, 6) == first
 
 

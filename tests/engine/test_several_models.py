@@ -248,11 +248,11 @@ async def test_a_dropped_session_leaves_every_model(client: EngineClient, other_
     await collect(client, ask(None, PROMPT))
     other = await client.load(str(other_model), dtype="float32")
     await collect(client, ask(other, PROMPT))
-    assert (await client.snapshot()).session_tokens == {"s": 2 * (len(PROMPT) + 7)}
+    assert (await client.snapshot()).sessions["s"].device_tokens == 2 * (len(PROMPT) + 7)
     dropped = await client.drop("s")
     assert dropped.bytes > 0
     after = await client.snapshot()
-    assert (after.session_tokens, after.used_bytes) == ({}, 0)
+    assert (after.sessions, after.used_bytes) == ({}, 0)
 
 
 async def test_auto_means_the_same_dtype_at_the_next_start(

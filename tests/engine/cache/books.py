@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from engine.cache import BlockManager, Lease, Scope, violations
@@ -40,6 +41,10 @@ class Books:
         """The tokens of the idle blocks in the order in which they would be evicted."""
         return [block.token_ids for block in self.manager.idle.order()]
 
+    def session_tokens(self) -> dict[str, int]:
+        """Tokens of each session that can be found."""
+        return session_tokens(self.manager)
+
     def state(self) -> dict[str, Any]:
         """All that can be told apart, as plain values."""
         manager = self.manager
@@ -57,3 +62,12 @@ class Books:
 
     def violations(self) -> list[str]:
         return violations(self.manager)
+
+
+def session_tokens(manager: BlockManager) -> dict[str, int]:
+    """Tokens of each session that the pool holds; shared ones count for each of theirs."""
+    tokens: Counter[str] = Counter()
+    for block in manager.index:
+        for session_id in block.holders:
+            tokens[session_id] += len(block.token_ids)
+    return dict(tokens)

@@ -1,0 +1,245 @@
+"""The disk tier at work: blocks go to files and come back by workers, and the engine's thread waits for neither.
+
+The one owner of what is on disk: of each block's `disk` and `writing`, and of how much that is in all. It decides
+nothing. A worker's end comes back through `post`, which has a call made on the engine's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache.block_file import BlockHeader, BlockUnreadable
+from engine.cache.cold import ColdBlock, Space
+from engine.cache.disk import BlockFiles
+from engine.cache.holders import HolderFiles, SessionRecord
+from engine.cache.host import HostSlab, HostSlot
+from engine.cache.rates import MovingRate
+from engine.cache.write_budget import WriteBudget
+from engine.errors import EngineError
+
+STAGING_BYTES = 64 * 2**20  # of blocks on their way
+WORKERS = 2
+PAUSE_S = 60.0  # after a write that failed, until the next is tried
+
+log = logging.getLogger(__name__)
+Post = Callable[[Callable[[], None]], None]
+Fill = Callable[[torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class Files:
+    """What lies in the disk tier's folder."""
+
+    blocks: BlockFiles
+    holders: HolderFiles
+    writes: WriteBudget
+
+
+class DiskTier:
+    """`bytes` are of all files, those on their way and those of models that are not served included."""
+
+    def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
+        self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
+        self.bytes = sum(stored.bytes for stored in files.blocks.usage().values()) if files is not None else 0
+        self.saving = self.loading = 0  # blocks on their way
+        self._clock, self._wall, self._post = clock, wall, post
+        self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
+        self._clerk = ThreadPoolExecutor(1, thread_name_prefix="disk-tier-records")  # one: records keep their order
+        self._writes_from = 0.0
+
+    # --- blocks -------------------------------------------------------------------------------------------------------
+
+    def accepts(self, size: int) -> bool:
+        """Whether a block of so many bytes could be written now; there may be no room for it all the same."""
+        return self.files is not None and self._clock() >= self._writes_from and self.files.writes.allows(size)
+
+    def write(self, cold: ColdBlock, fill: Fill, done: Callable[[EngineError | None], None]) -> bool:
+        """Begin to write what `fill` copies; `done` is told how it ended. False: not now."""
+        size = cold.space.codec.size
+        if self.files is None or not self.accepts(size) or (slot := self.staging.take(size)) is None:
+            return False
+        fill(self.staging.view(slot))
+        self.files.writes.spend(size)
+        cold.writing = True
+        self.saving += 1
+        self.bytes += size  # counted before it is there
+        header, image, blocks = _header(cold), _memory(self.staging.view(slot)), self.files.blocks
+
+        def work() -> None:
+            result: int | Exception
+            try:
+                result = blocks.write(header, image)
+            except Exception as error:
+                result = error
+            self._post(lambda: finish(result))
+
+        def finish(result: int | Exception) -> None:
+            self.staging.give_back(slot)
+            self.saving -= 1
+            self.bytes -= size
+            cold.writing = False
+            if isinstance(result, int):
+                cold.disk = result
+                self.bytes += result
+                done(None)
+                return
+            log.warning("the disk tier could not keep a block: %s", result)
+            self._writes_from = self._clock() + PAUSE_S
+            done(result if isinstance(result, EngineError) else EngineError(str(result)))
+
+        self._workers.submit(work)
+        return True
+
+    def read(self, cold: ColdBlock, done: Callable[[HostSlot | None, str], None]) -> bool:
+        """Begin to read a block; `done` gets its place in `staging`, to be given back, or None and why not.
+
+        False: there is no room to read into now.
+        """
+        size = cold.space.codec.size
+        if self.files is None or (slot := self.staging.take(size)) is None:
+            return False
+        image, blocks, began = _memory(self.staging.view(slot)), self.files.blocks, self._clock()
+        self.loading += 1
+
+        def work() -> None:
+            try:
+                header = blocks.read(cold.space.fingerprint, cold.key, image)
+                why = "" if header.token_ids == list(cold.token_ids) else "its file holds other tokens"
+            except BlockUnreadable as error:
+                why = str(error)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+            self._post(lambda: finish(why))
+
+        def finish(why: str) -> None:
+            self.loading -= 1
+            if why:
+                self.staging.give_back(slot)
+                done(None, why)
+            else:
+                self.rate.observe(size, (self._clock() - began) / WORKERS)
+                done(slot, "")
+
+        self._workers.submit(work)
+        return True
+
+    def delete(self, cold: ColdBlock) -> None:
+        """Delete a block's file. One that is being written has none yet."""
+        if self.files is not None and cold.disk:
+            try:
+                self.files.blocks.delete(cold.space.fingerprint, cold.key)
+            except EngineError as error:
+                log.error("a block's file could not be deleted: %s", error)
+        self.bytes -= cold.disk
+        cold.disk = 0
+
+    def quarantine(self, cold: ColdBlock, why: str) -> None:
+        """Have a file that cannot be trusted never read again."""
+        if self.files is not None and cold.disk:
+            self.files.blocks.quarantine(cold.space.fingerprint, cold.key, why)
+        self.bytes -= cold.disk
+        cold.disk = 0
+
+    def stored(self, space: Space) -> tuple[list[ColdBlock], dict[str, float]]:
+        """A model's blocks of earlier runs, and when the sessions that hold any were used last, on the clock."""
+        if self.files is None:
+            return [], {}
+        now, wall = self._clock(), self._wall()
+        holders: dict[bytes, set[str]] = {}
+        used: dict[bytes, float] = {}
+        sessions: dict[str, float] = {}
+        for record in self.files.holders.load_all():
+            last_used = now - max(0.0, wall - record.used_at)
+            sessions[record.session_id] = last_used
+            for key in record.keys.get(space.fingerprint, []):
+                holders.setdefault(key, set()).add(record.session_id)
+                used[key] = max(used.get(key, last_used), last_used)
+        blocks = []
+        for header, size in self.files.blocks.scan(space.fingerprint):
+            whose = holders.get(header.key, set(header.holders))
+            blocks.append(_from_header(header, space, whose, used.get(header.key, now), size))
+        return blocks, sessions
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def note(self, session_id: str, last_used: float, blocks: list[ColdBlock]) -> None:
+        """Write down what a session holds on disk, so that it is known after a restart; not at once."""
+        if self.files is None:
+            return
+        keys: dict[bytes, list[bytes]] = {}
+        for cold in blocks:
+            if cold.disk:
+                keys.setdefault(cold.space.fingerprint, []).append(cold.key)
+        used_at = self._wall() - max(0.0, self._clock() - last_used)
+        record, files = SessionRecord(session_id=session_id, used_at=used_at, keys=keys), self.files
+
+        def work() -> None:
+            try:
+                files.holders.save(record)
+                files.blocks.sync()
+            except EngineError as error:
+                log.warning("what a chat holds on disk could not be noted: %s", error)
+
+        self._clerk.submit(work)
+
+    def forget(self, session_id: str) -> None:
+        """Delete what is written down of a session, and files of other formats, which may be its own."""
+        files = self.files
+        if files is None:
+            return
+
+        def work() -> None:
+            try:
+                files.holders.delete(session_id)
+                files.blocks.discard_old()
+                files.blocks.sync()
+            except EngineError as error:
+                log.error("what is noted of a deleted chat could not be deleted: %s", error)
+
+        self._clerk.submit(work).result()
+
+    def close(self) -> None:
+        """Let what was begun end; nothing more is begun."""
+        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._clerk.shutdown(wait=True)
+
+
+def _memory(image: torch.Tensor) -> memoryview:
+    view: memoryview = image.numpy().data
+    return view
+
+
+def _header(cold: ColdBlock) -> BlockHeader:
+    return BlockHeader(
+        fingerprint=cold.space.fingerprint,
+        key=cold.key,
+        parent=cold.parent,
+        token_ids=list(cold.token_ids),
+        depth=cold.depth,
+        salted=not cold.preset,
+        full=cold.full,
+        lossy=cold.lossy,
+        holders=sorted(cold.holders),
+        image_bytes=cold.space.codec.size,
+    )
+
+
+def _from_header(header: BlockHeader, space: Space, holders: set[str], last_used: float, size: int) -> ColdBlock:
+    return ColdBlock(
+        key=header.key,
+        parent=header.parent,
+        token_ids=array("q", header.token_ids),
+        depth=header.depth,
+        space=space,
+        holders=holders,
+        last_used=last_used,
+        preset=not header.salted,
+        lossy=header.lossy,
+        disk=size,
+    )

@@ -1,0 +1,89 @@
+"""What happened to blocks: a log for people, and a memory of where evicted ones ended. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from engine.config import Tier
+from engine.events import CacheAction, CacheEvent
+
+GHOSTS = 100_000  # evicted keys that are remembered
+
+
+@dataclass
+class _Total:
+    blocks: int = 0
+    bytes: int = 0
+    age_s: float = 0.0
+
+
+class Journal:
+    """Collects events until they are taken; equal ones are counted together. `wall` is Unix time.
+
+    A *ghost* is a key that was resident and is no longer: why a prompt misses can be said for as long as it is kept.
+    """
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self._totals: dict[tuple[CacheAction, str, Tier | None, Tier | None, str], _Total] = {}
+        self._ghosts: OrderedDict[bytes, str] = OrderedDict()
+
+    def note(
+        self,
+        action: CacheAction,
+        reason: str,
+        *,
+        size: int,
+        source: Tier | None = None,
+        target: Tier | None = None,
+        holders: Iterable[str] = (),
+        age_s: float = 0.0,
+        blocks: int = 1,
+    ) -> None:
+        """Something happened to `blocks` blocks of `size` bytes in all, last used `age_s` seconds ago."""
+        holders = list(holders)
+        session_id = holders[0] if len(holders) == 1 else ""
+        total = self._totals.setdefault((action, session_id, source, target, reason), _Total())
+        total.blocks += blocks
+        total.bytes += size
+        total.age_s = max(total.age_s, age_s)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything happened since it was taken last."""
+        return bool(self._totals)
+
+    def take(self) -> list[CacheEvent]:
+        """What happened since the last call."""
+        now, totals, self._totals = self._wall(), self._totals, {}
+        return [
+            CacheEvent(
+                at=now,
+                action=action,
+                session_id=session_id,
+                source=source,
+                target=target,
+                blocks=total.blocks,
+                bytes=total.bytes,
+                reason=reason,
+                age_s=total.age_s,
+            )
+            for (action, session_id, source, target, reason), total in totals.items()
+        ]
+
+    def bury(self, key: bytes, why: str) -> None:
+        """No tier holds this block any more."""
+        self._ghosts[key] = why
+        self._ghosts.move_to_end(key)
+        while len(self._ghosts) > GHOSTS:
+            self._ghosts.popitem(last=False)
+
+    def revive(self, key: bytes) -> None:
+        """Some tier holds it again."""
+        self._ghosts.pop(key, None)
+
+    def fate(self, key: bytes) -> str | None:
+        """Why a block that was there is gone; None: it never was, or nobody remembers."""
+        return self._ghosts.get(key)

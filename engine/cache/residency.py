@@ -1,0 +1,371 @@
+"""One model's blocks across the tiers: what a prompt finds where, how it comes to the device, and what is kept of it.
+
+It stands between the device's books and the cold tiers. For the engine's thread; it moves bytes, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from engine.cache.block import Block, Lease, Scope
+from engine.cache.cold import ColdBlock, Piece, Space, chain_hash
+from engine.cache.host import HostSlot
+from engine.cache.manager import BlockManager
+from engine.cache.policy import Entry, decide
+from engine.cache.rates import MovingRate, Run, how_many_to_load
+from engine.cache.tiers import WISHED, ColdTiers
+from engine.config import Force, Tier
+from engine.events import Miss, MissCause
+
+READ_AHEAD = 16  # blocks of one restore that are read at a time
+COPY_AT_ONCE = 8  # blocks between two looks at the clock
+
+
+@dataclass(eq=False)
+class Restore:
+    """The blocks of one sequence that come to the device from below, first to last.
+
+    `ready` are those read from files, by key. `failed` says why the rest was given up. `waited_s` grows until the end.
+    """
+
+    pieces: deque[Piece]
+    began: float
+    slower: bool = False
+    failed: str = ""
+    reading: dict[bytes, None] = field(default_factory=dict)
+    ready: dict[bytes, HostSlot] = field(default_factory=dict)
+    abandoned: bool = False
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Tokens `start` … `end - 1` of a sequence came from `tier`."""
+
+    start: int
+    end: int
+    tier: Tier
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Tokens of a prompt by the tier that has them, and seconds to its first token; None: nothing was measured yet."""
+
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    seconds: float | None
+
+
+class Residency:
+    """The tiers below one model's pool. `data` gives the pool's tensor, which changes when the pool changes size."""
+
+    def __init__(
+        self,
+        space: Space,
+        tiers: ColdTiers,
+        data: Callable[[], torch.Tensor],
+        clock: Callable[[], float],
+        force: Force | None = None,
+    ) -> None:
+        self.space, self.tiers, self.force = space, tiers, force
+        self._data, self._clock = data, clock
+        self._unsaved: dict[str, tuple[bytes, ...]] = {}  # by session, the oldest first
+        self.manager: BlockManager | None = None
+
+    @property
+    def _books(self) -> BlockManager:
+        if self.manager is None:
+            raise RuntimeError("this residency serves no manager yet")
+        return self.manager
+
+    # --- what the block manager asks ----------------------------------------------------------------------------------
+
+    def order(self, idle: list[Block]) -> list[Block]:
+        """Idle blocks with the first to go first."""
+        by_key = {block.key or b"": block for block in idle}
+        entries = [self._entry(key, block) for key, block in by_key.items()]
+        return [by_key[entry.key] for entry in self.tiers.policy.order(entries, self._clock())]
+
+    def keep(self, block: Block) -> None:
+        """A block is about to leave the device: offer it to the tiers below."""
+        if block.key is not None:
+            self.tiers.keep(block, self.space, lambda image: self.space.codec.store(self._data(), block.id, image))
+
+    def released(self, lease: Lease) -> None:
+        """A turn, or a part of one, ends: note what it used, and that it is to be saved."""
+        keys = [block.key for block in lease.blocks if block.token_ids]
+        chain = tuple(key for key in keys if key is not None)
+        session_id, now = lease.scope.session_id, self._clock()
+        if not chain or not lease.counts:
+            return
+        self.tiers.sessions.used(session_id, chain, lease.computed, now)
+        for key in chain:
+            if (cold := self.tiers.index.get(key)) is not None:
+                self.tiers.index.hold(cold, session_id)
+                cold.last_used = now
+        self._unsaved.pop(session_id, None)
+        self._unsaved[session_id] = chain
+
+    def blocks(self) -> list[Block]:
+        """Every block of the pool that is in use."""
+        return list(self._books.blocks.values())
+
+    def reconsider(self) -> None:
+        """What decides who goes first may have changed."""
+        self._books.idle.reconsider()
+
+    def relieve(self, until: float) -> None:
+        """Demote what has expired on the device or is above its high watermark, as far as the time goes."""
+        books, size, limits = self._books, self.space.block_bytes, self.tiers.tier_limits("device")
+        limits = replace(limits, budget=books.total_blocks * size)
+        used = len(books.blocks) * size
+        if limits.fits(used) and self.tiers.limits.device_ttl is None and self.tiers.sessions.shortest_ttl() is None:
+            return
+        by_key = {block.key or b"": block for block in books.idle.oldest_first()}
+        entries = [self._entry(key, block) for key, block in by_key.items()]
+        for move in decide(self.tiers.policy, entries, limits, self._clock(), used=used, below="host"):
+            if self._clock() >= until:
+                return
+            self.keep(by_key[move.key])
+            books.evict(by_key[move.key])
+
+    def demote(self, session_id: str, to: Tier | None) -> int:
+        """Take a session's own idle blocks off the device; how many went."""
+        own = [block for block in self._books.idle.oldest_first() if block.holders == {session_id}]
+        for block in own:
+            if block.key is None:
+                continue
+            if to is not None:
+                self.keep(block)
+            else:
+                self.tiers.journal.bury(block.key, WISHED)
+                self.tiers.journal.note("evicted", WISHED, size=self.space.codec.size, source="device")
+            self._books.evict(block)
+        return len(own)
+
+    def _entry(self, key: bytes, block: Block) -> Entry:
+        sessions, tokens = self.tiers.sessions, len(block.token_ids)
+        return Entry(
+            key=key,
+            parent=block.parent_hash or self.space.root,
+            bytes=self.space.block_bytes,
+            tokens=tokens,
+            depth=block.depth,
+            last_used=block.last_used,
+            expires_at=sessions.expires_at(block.holders, block.last_used, self.tiers.limits.device_ttl),
+            value=sessions.value(key, block.holders, preset=block.preset),
+            recompute_s=self.space.compute_s(block.depth * self.space.block_size, tokens) or 0.0,
+        )
+
+    # --- what a sequence asks -----------------------------------------------------------------------------------------
+
+    def find(self, scope: Scope, token_ids: Sequence[int]) -> Restore | None:
+        """What is worth bringing for these tokens beyond what the device holds; None: nothing.
+
+        Its blocks stay where they are until the restore ends, by `advance` or `abandon`.
+        """
+        start = self._books.match(scope, token_ids).reused
+        pieces = self.tiers.index.find(self.space, scope, token_ids, start)
+        if not pieces:
+            return None
+        worth = self._worth(pieces, start, len(token_ids))
+        restore = Restore(deque(pieces[:worth]), self._clock(), slower=worth < len(pieces))
+        for piece in restore.pieces:
+            piece.cold.reads += 1
+        return restore
+
+    def advance(self, restore: Restore, lease: Lease, token_ids: Sequence[int], until: float) -> list[Restored]:
+        """Bring what is there by `until` on the clock; what has come. The restore is over when no pieces are left."""
+        came: list[Restored] = []
+        self._read_ahead(restore)
+        copied = 0
+        while restore.pieces:
+            piece = restore.pieces[0]
+            if copied and copied % COPY_AT_ONCE == 0 and self._clock() >= until:
+                break
+            if piece.end <= lease.computed:  # another sequence has brought it meanwhile
+                self._let_go(restore, restore.pieces.popleft())
+                continue
+            tier = self._bring(restore, piece, lease)
+            if tier is None:
+                break
+            copied += 1
+            came.append(Restored(lease.computed, piece.end, tier))
+            self._books.commit(lease, token_ids[lease.computed : piece.end])
+            lease.reused = lease.computed
+            self._let_go(restore, restore.pieces.popleft())
+            self._read_ahead(restore)
+        return came
+
+    def abandon(self, restore: Restore) -> None:
+        """Bring nothing more."""
+        restore.abandoned = True
+        while restore.pieces:
+            self._let_go(restore, restore.pieces.popleft())
+
+    def _bring(self, restore: Restore, piece: Piece, lease: Lease) -> Tier | None:
+        """Copy one block to its place; the tier that it came from, None when it is not there yet or never will be."""
+        cold, codec = piece.cold, self.space.codec
+        block = lease.blocks[lease.computed // self.space.block_size]
+        size = codec.size
+        tier: Tier
+        if cold.host is not None:
+            began, tier = self._clock(), "host"
+            codec.load(self.tiers.host.view(cold.host), self._data(), block.id)
+            self.tiers.host_rate.observe(size, self._clock() - began)
+        elif cold.key in restore.ready:
+            tier = "disk"
+            slot = restore.ready.pop(cold.key)
+            codec.load(self.tiers.disk.staging.view(slot), self._data(), block.id)
+            self.tiers.disk.staging.give_back(slot)
+        elif cold.disk:
+            return None  # on its way, or waiting for room to be read into
+        else:
+            restore.failed = restore.failed or self.tiers.journal.fate(cold.key) or "its copy is gone"
+            self.abandon(restore)
+            return None
+        block.lossy = block.lossy or cold.lossy
+        cold.last_used = self._clock()
+        self.tiers.journal.note(
+            "promoted", "a chat goes on", size=size, source=tier, target="device", holders=cold.holders
+        )
+        return tier
+
+    def _read_ahead(self, restore: Restore) -> None:
+        for piece in list(restore.pieces)[:READ_AHEAD]:
+            cold = piece.cold
+            waits = cold.host is None and cold.disk and cold.key not in restore.ready
+            if waits and cold.key not in restore.reading:
+                if not self.tiers.disk.read(cold, partial(self._was_read, restore, cold)):
+                    return
+                restore.reading[cold.key] = None
+
+    def _was_read(self, restore: Restore, cold: ColdBlock, slot: HostSlot | None, why: str) -> None:
+        restore.reading.pop(cold.key, None)
+        if slot is None:
+            self.tiers.quarantine(cold, why)
+            restore.failed = why
+        elif restore.abandoned:
+            self.tiers.disk.staging.give_back(slot)
+        else:
+            restore.ready[cold.key] = slot
+
+    def _let_go(self, restore: Restore, piece: Piece) -> None:
+        piece.cold.reads -= 1
+        slot = restore.ready.pop(piece.cold.key, None)
+        if slot is not None:
+            self.tiers.disk.staging.give_back(slot)
+
+    def _rate(self, tier: Tier) -> MovingRate:
+        return self.tiers.host_rate if tier == "host" else self.tiers.disk.rate
+
+    def _worth(self, pieces: Sequence[Piece], start: int, total: int) -> int:
+        """How many of these blocks to load; computing the others is quicker."""
+        size = self.space.codec.size
+        runs: list[Run] = []
+        for piece in pieces:
+            tier: Tier = "host" if piece.cold.host is not None else "disk"
+            seconds = self._rate(tier).seconds_for(size)
+            runs.append(Run(tier, 1, seconds))
+        positions = [start, *(piece.end for piece in pieces)]
+        return how_many_to_load(
+            runs, lambda done, _: self.space.compute_s(positions[done], total - positions[done]), self.force
+        )
+
+    # --- what it would cost -------------------------------------------------------------------------------------------
+
+    def estimate(self, scope: Scope, token_ids: Sequence[int]) -> Cost:
+        """What a prompt would find where, and how long its first token would take. Changes nothing."""
+        start = self._books.match(scope, token_ids).reused
+        pieces = self.tiers.index.find(self.space, scope, token_ids, start)
+        pieces = pieces[: self._worth(pieces, start, len(token_ids))] if pieces else []
+        counts: dict[Tier, int] = {"host": 0, "disk": 0}
+        seconds: float | None = 0.0
+        position = start
+        for piece in pieces:
+            tier: Tier = "host" if piece.cold.host is not None else "disk"
+            counts[tier] += piece.end - position
+            position = piece.end
+            load_s = self._rate(tier).seconds_for(self.space.codec.size)
+            seconds = None if seconds is None or load_s is None else seconds + load_s
+        compute_s = self.space.compute_s(position, len(token_ids) - position)
+        total = None if seconds is None or compute_s is None else seconds + compute_s
+        return Cost(start, counts["host"], counts["disk"], total)
+
+    # --- why it missed ------------------------------------------------------------------------------------------------
+
+    def miss(self, scope: Scope, token_ids: Sequence[int], position: int, restore: Restore | None) -> Miss | None:
+        """Why nothing was found beyond the first `position` tokens; None: nothing more was wanted."""
+        if position >= len(token_ids) - 1:
+            return None
+        if restore is not None and restore.failed:
+            return Miss(position=position, cause="unreadable", detail=restore.failed)
+        if restore is not None and restore.slower:
+            return Miss(position=position, cause="slower", detail="loading it would have taken longer")
+        size, number = self.space.block_size, position // self.space.block_size
+        use = self.tiers.sessions.get(scope.session_id)
+        before = use.chain[number] if use is not None and number < len(use.chain) else None
+        wanted = chain_hash(self.space, scope, token_ids, number + 1) if (number + 1) * size <= len(token_ids) else None
+        for key in (wanted, before):
+            fate = self.tiers.journal.fate(key) if key is not None else None
+            if fate is not None and (key == wanted or position % size == 0):
+                cause: MissCause = "unreadable" if fate.startswith("unreadable") else "evicted"
+                return Miss(position=position, cause=cause, detail=fate)
+        if use is not None and position < use.tokens:
+            return Miss(position=position, cause="diverged")
+        return Miss(position=position, cause="new")
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    @property
+    def unsaved(self) -> int:
+        """Sessions whose last turn is not all on disk."""
+        return len(self._unsaved)
+
+    def save(self, until: float) -> bool:
+        """Begin to write what the last turns left behind, the oldest first; whether there is more to begin now."""
+        while self._unsaved and self._clock() < until:
+            session_id, chain = next(iter(self._unsaved.items()))
+            if not self.tiers.has_disk:
+                self._unsaved.clear()
+                return False
+            waits = False
+            for parent, key in pairwise((self.space.root, *chain)):
+                cold = self.tiers.index.get(key)
+                if cold is not None and cold.writing:
+                    waits = True
+                if cold is not None and (cold.disk or cold.writing):
+                    continue
+                if not self._write(parent, key, cold):
+                    waits = waits or self.tiers.disk.saving > 0
+                    if self.tiers.disk.saving:
+                        return False  # their end makes room for more
+            if waits:
+                return False
+            del self._unsaved[session_id]
+            self.tiers.note(session_id)
+        return bool(self._unsaved)
+
+    def forget(self, session_id: str) -> None:
+        """Nothing of this session is to be saved, or known."""
+        self._unsaved.pop(session_id, None)
+        self.tiers.sessions.forget(session_id)
+
+    def _write(self, parent: bytes, key: bytes, cold: ColdBlock | None) -> bool:
+        block = self.on_device(parent, key)
+        if block is not None:
+            cold = cold or ColdBlock.of(block, self.space)
+            return self.tiers.write(cold, lambda image: self.space.codec.store(self._data(), block.id, image))
+        if cold is not None:
+            return self.tiers.copy_down(cold)
+        return False
+
+    def on_device(self, parent: bytes, key: bytes) -> Block | None:
+        """The block of the pool, full or not, that holds what this key names."""
+        return next((block for block in self._books.index.children(parent) if block.key == key), None)

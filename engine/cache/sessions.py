@@ -1,0 +1,81 @@
+"""Who uses which blocks: each session's last path, when that was, and what a person wishes for it. No torch, no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from engine.cache.policy import Value, expires_at
+
+
+@dataclass
+class SessionUse:
+    """One session. `chain` are the keys of the blocks of its last prompt and reply, first to last, of `tokens` tokens.
+
+    `ttl` in seconds stands for every tier's own.
+    """
+
+    last_used: float
+    chain: tuple[bytes, ...] = ()
+    live: frozenset[bytes] = frozenset()
+    tokens: int = 0
+    pinned: bool = False
+    ttl: float | None = None
+
+
+class Sessions:
+    """The one owner of what is known of sessions; one that was never used is worth nothing and expires like others."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, SessionUse] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._uses))
+
+    def get(self, session_id: str) -> SessionUse | None:
+        """What is known of a session."""
+        return self._uses.get(session_id)
+
+    def used(self, session_id: str, chain: tuple[bytes, ...], tokens: int, now: float) -> None:
+        """A session has read and written this path."""
+        use = self._uses.setdefault(session_id, SessionUse(now))
+        use.last_used, use.chain, use.live, use.tokens = now, chain, frozenset(chain), tokens
+
+    def remember(self, session_id: str, last_used: float) -> None:
+        """A session of an earlier run, of which only files are left."""
+        self._uses.setdefault(session_id, SessionUse(last_used))
+
+    def wish(self, session_id: str, now: float, *, pinned: bool, ttl: float | None) -> None:
+        """Note what a person wishes for a session, used or not."""
+        use = self._uses.setdefault(session_id, SessionUse(now))
+        use.pinned, use.ttl = pinned, ttl
+
+    def forget(self, session_id: str) -> None:
+        """The session is gone, and so are its wishes."""
+        self._uses.pop(session_id, None)
+
+    def shortest_ttl(self) -> float | None:
+        """The least of what people wished for their sessions."""
+        return min((use.ttl for use in self._uses.values() if use.ttl is not None), default=None)
+
+    def pinned(self, holders: Iterable[str]) -> bool:
+        """Whether any of them is pinned."""
+        return any(use.pinned for use in self._known(holders))
+
+    def value(self, key: bytes, holders: Iterable[str], *, preset: bool) -> Value:
+        """What a block of these holders is worth; `preset`: it lies inside a shared preset."""
+        known = self._known(holders)
+        if any(use.pinned for use in known):
+            return Value.PINNED
+        if preset or len(known) > 1:
+            return Value.SHARED
+        return Value.LIVE if any(key in use.live or not use.chain for use in known) else Value.SUPERSEDED
+
+    def expires_at(self, holders: Iterable[str], last_used: float, ttl: float | None) -> float | None:
+        """When a block last used then leaves a tier of that `ttl`; None: never. The last of its holders counts."""
+        uses = [(last_used, math.inf if use.pinned else use.ttl) for use in self._known(holders)]
+        return expires_at(uses or [(last_used, None)], ttl)
+
+    def _known(self, holders: Iterable[str]) -> list[SessionUse]:
+        return [self._uses[holder] for holder in holders if holder in self._uses]

@@ -1,0 +1,346 @@
+"""Host and disk, of all models together: what they take in, and what leaves them. The one owner of cold blocks.
+
+It decides by the policy and the limits, and has the slab and the disk tier carry it out. For the engine's thread. A
+copy that fails is never an error to a chat: the block is not there, and the log says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from engine.cache.block import Block
+from engine.cache.cold import ColdBlock, ColdIndex, Space
+from engine.cache.disk_tier import DiskTier, Files, Fill, Post
+from engine.cache.host import HostSlab, HostSlot
+from engine.cache.journal import Journal
+from engine.cache.policy import Entry, Move, Policy, Reason, TierLimits, decide, policy_named
+from engine.cache.rates import MovingRate
+from engine.cache.sessions import Sessions
+from engine.config import CacheConfig, Tier
+from engine.errors import EngineError
+from engine.events import CacheAction, TierUsage
+
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+COLD: tuple[Tier, ...] = ("host", "disk")
+WISHED = "a person wished it"
+WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
+
+
+class ColdTiers:
+    """Host and disk. `limits` has every budget filled in; `post` has a call made on the engine's thread."""
+
+    def __init__(
+        self,
+        limits: CacheConfig,
+        files: Files | None,
+        *,
+        clock: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+        post: Post,
+    ) -> None:
+        self.index, self.sessions, self.journal = ColdIndex(), Sessions(), Journal(wall)
+        self.limits = limits
+        self.policy: Policy = policy_named(limits.policy)
+        self.host, self.host_rate = HostSlab(limits.host_kv or 0), MovingRate()
+        self.disk = DiskTier(files, clock, wall, post)
+        self._clock = clock
+
+    # --- what a tier may hold ---------------------------------------------------------------------------------------
+
+    def tier_limits(self, tier: Tier) -> TierLimits:
+        """The budget and watermarks of a tier now."""
+        budget, high, low = (getattr(self.limits, f"{tier}_{name}") for name in ("kv", "high", "low"))
+        return TierLimits(budget or 0, high, low)
+
+    def configure(self, limits: CacheConfig) -> None:
+        """Other limits from now on. Raises `PolicyError` for some that no tier can keep; then nothing has changed."""
+        old, self.limits = self.limits, limits
+        try:
+            policy = policy_named(limits.policy)
+            for tier in TIERS:
+                self.tier_limits(tier)
+        except EngineError:
+            self.limits = old
+            raise
+        self.policy = policy
+        for tier in COLD:
+            self.enforce(tier)
+        self.host.resize(limits.host_kv or 0)
+        self.host.compact()
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether blocks are kept in files."""
+        return self.disk.files is not None and bool(self.limits.disk_kv)
+
+    def used(self, tier: Tier) -> int:
+        """Bytes of blocks in host or on disk."""
+        return self.host.used_bytes if tier == "host" else self.disk.bytes
+
+    def enforce(self, tier: Tier, needed: int = 0) -> bool:
+        """Let go what has expired or is too much, and more until `needed` bytes have room; whether they do."""
+        limits = self.tier_limits(tier)
+        below: Tier | None = "disk" if tier == "host" and self.has_disk else None
+        entries = [
+            self._entry(cold, tier) for cold in self.index if size(cold, tier) and not cold.reads and not cold.writing
+        ]
+        used = self.used(tier)
+        for move in decide(self.policy, entries, limits, self._clock(), used=used, below=below, needed=needed):
+            self._leave(tier, move)
+        return limits.fits(self.used(tier) + needed)
+
+    def _entry(self, cold: ColdBlock, tier: Tier) -> Entry:
+        space, tokens = cold.space, len(cold.token_ids)
+        return Entry(
+            key=cold.key,
+            parent=cold.parent,
+            bytes=size(cold, tier),
+            tokens=tokens,
+            depth=cold.depth,
+            last_used=cold.last_used,
+            expires_at=self.sessions.expires_at(cold.holders, cold.last_used, getattr(self.limits, f"{tier}_ttl")),
+            value=self.sessions.value(cold.key, cold.holders, preset=cold.preset),
+            recompute_s=space.compute_s(cold.depth * space.block_size, tokens) or 0.0,
+        )
+
+    def _leave(self, tier: Tier, move: Move) -> None:
+        cold = self.index.get(move.key)
+        if cold is None:
+            return
+        if tier == "host":
+            if move.to == "disk":
+                self.copy_down(cold)
+            self._take_from_host(cold, move.reason)
+        else:
+            self._take_from_disk(cold, move.reason)
+
+    # --- taking in ----------------------------------------------------------------------------------------------------
+
+    def keep(self, block: Block, space: Space, fill: Fill) -> None:
+        """A block leaves the device: have host hold it, or disk, as far as there is room."""
+        cold = self.index.get(block.key or b"") or ColdBlock.of(block, space)
+        cold.last_used = max(cold.last_used, block.last_used)
+        if cold.host is None and (slot := self._slot_in_host(space.codec.size)) is not None:
+            began = self._clock()
+            fill(self.host.view(slot))
+            self.host_rate.observe(space.codec.size, self._clock() - began)
+            cold.host = slot
+        elif cold.host is None:
+            self.write(cold, fill)
+        target: Tier | None = "host" if cold.host else "disk" if cold.disk or cold.writing else None
+        told = partial(
+            self.journal.note,
+            size=space.block_bytes,
+            source="device",
+            holders=block.holders,
+            age_s=self._clock() - block.last_used,
+        )
+        if target is None:
+            self.journal.bury(cold.key, "device: it had no room, and neither had host or disk")
+            told("evicted", "it had no room, and neither had host or disk")
+            return
+        self._show(cold)
+        for session_id in block.holders - cold.holders:
+            self.index.hold(cold, session_id)
+        told("demoted", WHY["pressure"], target=target)
+
+    def write(self, cold: ColdBlock, fill: Fill) -> bool:
+        """Begin to write a block's file from what `fill` copies; False: not now, or it is there."""
+        amount = cold.space.codec.size
+        if not self.has_disk or cold.disk or cold.writing or not self.disk.accepts(amount):
+            return False
+        if not self.tier_limits("disk").fits(self.disk.bytes + amount) and not self.enforce("disk", amount):
+            return False
+        if not self.disk.write(cold, fill, partial(self._written, cold)):
+            return False
+        self._show(cold)
+        return True
+
+    def copy_down(self, cold: ColdBlock) -> bool:
+        """Begin to write a block's file from host; False: not now, or it is there."""
+        return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host))
+
+    def _copy_from_host(self, slot: HostSlot, image: torch.Tensor) -> None:
+        image.copy_(self.host.view(slot))
+
+    def _written(self, cold: ColdBlock, error: EngineError | None) -> None:
+        if error is not None:
+            self.journal.note("skipped", str(error), size=cold.space.codec.size, target="disk", holders=cold.holders)
+            self._hide_if_nowhere(cold, str(error))
+        elif self.index.get(cold.key) is not cold:  # its owner has deleted it meanwhile
+            self.disk.delete(cold)
+        else:
+            self.journal.note("saved", "a turn ended", size=cold.disk, target="disk", holders=cold.holders)
+            self._remove_beginnings(cold)
+
+    def _remove_beginnings(self, cold: ColdBlock) -> None:
+        """Part-filled blocks whose tokens this one begins with are of no more use."""
+        for tail in self.index.children(cold.parent):
+            count = len(tail.token_ids)
+            begins = count < len(cold.token_ids) and tail.token_ids == cold.token_ids[:count]
+            if begins and tail.holders <= cold.holders and not tail.reads:
+                self._remove(tail)
+
+    def _slot_in_host(self, amount: int) -> HostSlot | None:
+        """Room for one block in host, whatever has to leave it."""
+        limits = self.tier_limits("host")
+        if not limits.fits(self.host.used_bytes + amount) and not self.enforce("host", amount):
+            return None
+        slot = self.host.take(amount)
+        if slot is None:  # room in sum, but in segments of other sizes
+            self.host.compact()
+            slot = self.host.take(amount)
+        return slot
+
+    def _show(self, cold: ColdBlock) -> None:
+        if self.index.get(cold.key) is None:
+            self.index.add(cold)
+        self.journal.revive(cold.key)
+
+    # --- letting go ---------------------------------------------------------------------------------------------------
+
+    def quarantine(self, cold: ColdBlock, why: str) -> None:
+        """A block whose file cannot be trusted is not read again."""
+        self.journal.note("quarantined", why, size=cold.disk, source="disk", holders=cold.holders)
+        self.disk.quarantine(cold, why)
+        self._hide_if_nowhere(cold, f"unreadable: {why}")
+
+    def drop(self, session_id: str) -> tuple[int, int]:
+        """Forget a session, and what only it holds; blocks and bytes that went.
+
+        Their files are gone on return, but for those that are being written, which go as soon as that has ended.
+        """
+        blocks = amount = 0
+        for cold in self.index.held_by(session_id):
+            if cold.holders == {session_id}:
+                blocks += 1
+                amount += sum(size(cold, tier) for tier in COLD)
+                self._remove(cold)
+            else:
+                self.index.let_go(cold, session_id)
+        self.sessions.forget(session_id)
+        self.disk.forget(session_id)
+        return blocks, amount
+
+    def demote(self, session_id: str, to: Tier | None) -> tuple[int, int]:
+        """Take what only this session holds off the tiers above `to`; blocks and bytes that left one."""
+        blocks = amount = 0
+        own = [cold for cold in self.index.held_by(session_id) if cold.holders == {session_id}]
+        for cold in sorted(own, key=lambda cold: -cold.depth):
+            if cold.reads or cold.writing or to in ("device", "host"):
+                continue
+            if cold.host is not None:
+                if to == "disk":
+                    self.copy_down(cold)
+                blocks, amount = blocks + 1, amount + size(cold, "host")
+                self._take_from_host(cold, WISHED)
+            if to is None and cold.disk:
+                blocks, amount = blocks + 1, amount + cold.disk
+                self._take_from_disk(cold, WISHED)
+        return blocks, amount
+
+    def _take_from_host(self, cold: ColdBlock, reason: str) -> None:
+        if cold.host is None:
+            return
+        self.host.give_back(cold.host)
+        cold.host = None
+        kept: Tier | None = "disk" if cold.disk or cold.writing else None
+        action: CacheAction = "demoted" if kept else "expired" if reason == "ttl" else "evicted"
+        self._tell_gone(cold, action, reason, "host", kept)
+
+    def _take_from_disk(self, cold: ColdBlock, reason: str) -> None:
+        self.disk.delete(cold)
+        self._tell_gone(cold, "expired" if reason == "ttl" else "evicted", reason, "disk", None)
+
+    def _tell_gone(self, cold: ColdBlock, action: CacheAction, reason: str, tier: Tier, kept: Tier | None) -> None:
+        why = next((words for name, words in WHY.items() if name == reason), reason)
+        age = self._clock() - cold.last_used
+        self.journal.note(
+            action, why, size=cold.space.codec.size, source=tier, target=kept, holders=cold.holders, age_s=age
+        )
+        self._hide_if_nowhere(cold, f"{tier}: {why}")
+
+    def _hide_if_nowhere(self, cold: ColdBlock, why: str) -> None:
+        if cold.host is None and not cold.disk and not cold.writing and self.index.get(cold.key) is cold:
+            self.index.remove(cold)
+            self.journal.bury(cold.key, why)
+
+    def _remove(self, cold: ColdBlock) -> None:
+        """Out of every tier, without a word: it is of no more use, or its owner deleted it."""
+        if cold.host is not None:
+            self.host.give_back(cold.host)
+            cold.host = None
+        self.disk.delete(cold)
+        self.index.remove(cold)
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def note(self, session_id: str) -> None:
+        """Have written down what a session holds on disk."""
+        use = self.sessions.get(session_id)
+        if use is not None:
+            self.disk.note(session_id, use.last_used, self.index.held_by(session_id))
+
+    def take_stock(self, space: Space) -> int:
+        """Take in what the disk holds of a model from earlier runs; how many blocks."""
+        blocks, sessions = self.disk.stored(space) if self.has_disk else ([], {})
+        for session_id, last_used in sessions.items():
+            self.sessions.remember(session_id, last_used)
+        for cold in blocks:
+            if self.index.get(cold.key) is None:
+                self.index.add(cold)
+        self.enforce("disk")
+        return len(blocks)
+
+    # --- what can be seen ---------------------------------------------------------------------------------------------
+
+    def usage(self, tier: Tier) -> TierUsage:
+        """The ledger's line of host or disk."""
+        blocks = [cold for cold in self.index if size(cold, tier)]
+        pinned = sum(size(cold, tier) for cold in blocks if self.sessions.pinned(cold.holders))
+        host = tier == "host"
+        return TierUsage(
+            tier=tier,
+            budget_bytes=self.tier_limits(tier).budget,
+            held_bytes=self.host.held_bytes if host else self.disk.bytes,
+            used_bytes=self.used(tier),
+            pinned_bytes=pinned,
+            page_locked_bytes=self.host.page_locked_bytes if host else 0,
+            blocks=len(blocks),
+        )
+
+    def violations(self) -> list[str]:
+        """Every broken law of host and disk as a sentence; empty when all hold."""
+        return [*self.host.violations(), *self.disk.staging.violations(), *self._violations()]
+
+    def _violations(self) -> Iterator[str]:
+        held = sum(size(cold, "host") for cold in self.index)
+        if held != self.host.used_bytes:
+            yield f"blocks take {held} bytes of host, which counts {self.host.used_bytes}"
+        budget = self.tier_limits("host").budget
+        if self.host.held_bytes > budget:
+            yield f"host has taken {self.host.held_bytes} bytes, and its budget is {budget}"
+        if self.has_disk and self.disk.bytes > self.tier_limits("disk").budget:
+            yield f"the files take {self.disk.bytes} bytes, and the disk tier's budget is {self.limits.disk_kv}"
+        for cold in self.index:
+            if not (cold.host or cold.disk or cold.writing):
+                yield f"block {cold.key.hex()} is in the index and in no tier"
+            if cold.reads < 0:
+                yield f"block {cold.key.hex()} has {cold.reads} readers"
+            if not cold.holders:
+                yield f"block {cold.key.hex()} has no holder"
+
+    def close(self) -> None:
+        """Let the copies that were begun end."""
+        self.disk.close()
+
+
+def size(cold: ColdBlock, tier: Tier) -> int:
+    """Bytes that a block takes in host or on disk; 0: it is not there."""
+    if tier == "disk":
+        return cold.disk
+    return cold.space.codec.size if cold.host is not None else 0

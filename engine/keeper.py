@@ -1,0 +1,206 @@
+"""The engine's housekeeping: what a person asks of the cache, and what happens to it while time goes by.
+
+It decides when; what goes where is the policies' and the tiers' affair. For the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine.cache.block import Scope
+from engine.cache.cold import ColdBlock
+from engine.config import Tier
+from engine.errors import EngineError
+from engine.ledger import residencies, snapshot
+from engine.protocol import (
+    CacheLog,
+    Configure,
+    Configured,
+    Demote,
+    Demoted,
+    Drop,
+    Dropped,
+    Estimate,
+    Estimated,
+    Event,
+    GetSnapshot,
+    Pin,
+    Pinned,
+)
+from engine.residents import Residents
+from engine.words import size
+
+LOG_SECONDS = 1.0  # between two messages of what happened
+IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
+OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
+PINNED_SHARE = 0.5  # of a tier's budget that pinned sessions may fill
+BELOW: dict[Tier | None, int] = {"device": 0, "host": 1, "disk": 2, None: 3}
+
+Asked = Drop | Pin | Demote | Configure | Estimate | GetSnapshot
+
+
+class Keeper:
+    """Answers commands about the cache, and tends it between steps."""
+
+    def __init__(self, residents: Residents, clock: Callable[[], float]) -> None:
+        self._residents, self._tiers, self._clock = residents, residents.tiers, clock
+        self._look_at: dict[Tier, float] = {}
+        self._log_at = 0.0
+        self._more = False  # something can be saved at once
+        self._leaving: list[tuple[Dropped, list[ColdBlock]]] = []
+
+    # --- while time goes by -------------------------------------------------------------------------------------------
+
+    def tend(self, step_s: float) -> list[Event]:
+        """Save, demote and expire for a part of the time that the last step took; what there is to tell."""
+        now = self._clock()
+        idle = all(served.scheduler.idle for served in self._residents)
+        until = now + (IDLE_SLICE if idle else BUSY_SHARE * step_s)
+        self._more = False
+        for served in self._residents:
+            self._more = served.residency.save(until) or self._more
+            served.residency.relieve(until)
+        for tier in ("host", "disk"):
+            self._look(tier, now)
+        return [*self._gone(), *self._news(now)]
+
+    def rest_seconds(self) -> float | None:
+        """How long nothing has to be done while nothing runs; None: until something comes."""
+        if self._more:
+            return 0.0
+        waits = self._leaving or self._tiers.journal.pending or any(r.residency.unsaved for r in self._residents)
+        ttls = [ttl for tier in ("device", "host", "disk") if (ttl := self._ttl(tier)) is not None]
+        return LOG_SECONDS if waits else min(map(_interval, ttls), default=None)
+
+    def close(self) -> None:
+        """Write what is left to write of it, and end the workers."""
+        self._tiers.close()
+
+    def _look(self, tier: Tier, now: float) -> None:
+        """Bring a tier to its limits, when it is above them or its blocks may have expired."""
+        ttl, limits = self._ttl(tier), self._tiers.tier_limits(tier)
+        due = ttl is not None and now >= self._look_at.get(tier, 0.0)
+        if due and ttl is not None:
+            self._look_at[tier] = now + _interval(ttl)
+        if due or self._tiers.used(tier) > limits.high_bytes:
+            self._tiers.enforce(tier)
+
+    def _ttl(self, tier: Tier) -> float | None:
+        """The shortest time after which something may leave a tier."""
+        own = getattr(self._tiers.limits, f"{tier}_ttl")
+        return min((ttl for ttl in (own, self._tiers.sessions.shortest_ttl()) if ttl is not None), default=None)
+
+    def _news(self, now: float) -> list[Event]:
+        if not self._tiers.journal.pending or now < self._log_at:
+            return []
+        self._log_at = now + LOG_SECONDS
+        return [CacheLog(events=self._tiers.journal.take())]
+
+    def _gone(self) -> list[Event]:
+        """The answers to drops whose last files have been written, and deleted."""
+        ready = [answer for answer, writing in self._leaving if not any(cold.writing for cold in writing)]
+        self._leaving = [each for each in self._leaving if each[0] not in ready]
+        return list(ready)
+
+    # --- what is asked ------------------------------------------------------------------------------------------------
+
+    def handle(self, command: Asked) -> list[Event]:
+        """Do it, and answer; a `Dropped` may come later, from `tend`."""
+        match command:
+            case Drop():
+                return self._drop(command)
+            case Pin():
+                return [self._pin(command)]
+            case Demote():
+                return [self._demote(command)]
+            case Configure():
+                return [self._configure(command)]
+            case Estimate():
+                return [self._estimate(command)]
+            case GetSnapshot():
+                return [snapshot(command.call_id, self._residents, self._clock())]
+
+    def _drop(self, drop: Drop) -> list[Event]:
+        events: list[Event] = []
+        blocks = taken = 0
+        for served in self._residents:
+            freed, ended = served.drop(drop.session_id)
+            blocks, taken = blocks + freed, taken + freed * served.measures.block_bytes
+            events += ended
+        writing = [cold for cold in self._tiers.index.held_by(drop.session_id) if cold.writing]
+        cold_blocks, cold_bytes = self._tiers.drop(drop.session_id)
+        answer = Dropped(call_id=drop.call_id, blocks=blocks + cold_blocks, bytes=taken + cold_bytes)
+        if not writing:
+            return [*events, answer]
+        self._leaving.append((answer, writing))
+        return events
+
+    def _pin(self, pin: Pin) -> Pinned:
+        sessions, now = self._tiers.sessions, self._clock()
+        refusal = self._cannot_pin(pin.session_id) if pin.pinned else ""
+        pinned = pin.pinned and not refusal
+        if not refusal:
+            sessions.wish(pin.session_id, now, pinned=pinned, ttl=pin.ttl)
+            for served in self._residents:
+                served.residency.reconsider()
+        return Pinned(call_id=pin.call_id, pinned=pinned, message=refusal)
+
+    def _cannot_pin(self, session_id: str) -> str:
+        """Why a session's blocks may not stay for good; empty when they may."""
+        every = residencies(self._residents, self._clock())
+        budgets: dict[Tier, int] = {
+            "device": self._residents.budget,
+            "host": self._tiers.tier_limits("host").budget,
+            "disk": self._tiers.tier_limits("disk").budget,
+        }
+        for tier, budget in budgets.items():
+            own = getattr(every[session_id], f"{tier}_bytes") if session_id in every else 0
+            others = sum(
+                getattr(residency, f"{tier}_bytes")
+                for name, residency in every.items()
+                if residency.pinned and name != session_id
+            )
+            most = int(budget * PINNED_SHARE)
+            if own and own + others > most:
+                return (
+                    f"this chat takes {size(own)} of {tier} and pinned chats {size(others)} already; they may take "
+                    f"{size(most)} of {size(budget)}. Unpin another, or raise {tier}_kv"
+                )
+        return ""
+
+    def _demote(self, demote: Demote) -> Demoted:
+        blocks = taken = 0
+        for served in self._residents:
+            if BELOW[demote.to] > BELOW["device"]:
+                count = served.residency.demote(demote.session_id, demote.to)
+                blocks, taken = blocks + count, taken + count * served.measures.block_bytes
+        count, freed = self._tiers.demote(demote.session_id, demote.to)
+        return Demoted(call_id=demote.call_id, blocks=blocks + count, bytes=taken + freed)
+
+    def _configure(self, configure: Configure) -> Configured:
+        try:
+            self._residents.configure(configure.cache)
+        except EngineError as error:
+            return Configured(call_id=configure.call_id, cache=self._tiers.limits, message=str(error))
+        return Configured(call_id=configure.call_id, cache=self._tiers.limits)
+
+    def _estimate(self, estimate: Estimate) -> Estimated:
+        served = self._residents.get(estimate.model)
+        total = len(estimate.token_ids)
+        if served is None:
+            return Estimated(call_id=estimate.call_id, prompt_tokens=total, device_tokens=0, computed_tokens=total)
+        scope = Scope(estimate.session_id, estimate.salt, estimate.shared_len)
+        cost = served.residency.estimate(scope, estimate.token_ids)
+        return Estimated(
+            call_id=estimate.call_id,
+            prompt_tokens=total,
+            device_tokens=cost.device_tokens,
+            host_tokens=cost.host_tokens,
+            disk_tokens=cost.disk_tokens,
+            computed_tokens=total - cost.device_tokens - cost.host_tokens - cost.disk_tokens,
+            seconds=cost.seconds,
+        )
+
+
+def _interval(ttl: float) -> float:
+    return min(SELDOM, max(OFTEN, ttl / PARTS))

@@ -1,0 +1,75 @@
+"""Open the tiers below the device: how much they may hold on this machine, and the files of earlier runs."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import torch
+
+from engine.cache.disk import BlockFiles
+from engine.cache.disk_tier import Files, Post
+from engine.cache.holders import HolderFiles
+from engine.cache.tiers import ColdTiers
+from engine.cache.write_budget import WriteBudget
+from engine.config import CacheConfig, EngineConfig
+from engine.errors import EngineError
+from engine.words import size
+
+HOST_BESIDE_GPU = 0.25  # of the machine's free memory, where that is not the device's too
+HOST_ON_CPU = 0.05
+DISK_SHARE, DISK_MOST = 0.1, 20 * 2**30  # of what is free on the disk
+
+log = logging.getLogger(__name__)
+
+
+def open_tiers(
+    config: EngineConfig, device: torch.device, clock: Callable[[], float], post: Post
+) -> tuple[CacheConfig, ColdTiers]:
+    """The limits with host's and disk's budgets filled in, and the tiers under them.
+
+    A folder that cannot be used turns the disk tier off, and the log says why: chats go on without it.
+    """
+    limits = fill_in(config.cache, config.kv_dir, device)
+    files: Files | None = None
+    if config.kv_dir is not None:
+        try:
+            files = _open_files(Path(config.kv_dir), limits)
+        except EngineError as error:
+            log.warning("blocks are not kept on disk: %s", error)
+    tiers = ColdTiers(limits, files, clock=clock, wall=time.time, post=post)
+    if files is not None and (old := files.blocks.set_aside()) is not None:
+        reason = f"{old.files} files of another format were set aside"
+        log.warning("%s (%s)", reason, size(old.bytes))
+        tiers.journal.note("set_aside", reason, size=old.bytes, source="disk", blocks=old.files)
+    return limits, tiers
+
+
+def fill_in(cache: CacheConfig, kv_dir: str | None, device: torch.device) -> CacheConfig:
+    """The limits with the budgets of host and disk that this machine suggests where none are set."""
+    host, disk = cache.host_kv, cache.disk_kv
+    if host is None:
+        share = HOST_ON_CPU if device.type == "cpu" else HOST_BESIDE_GPU
+        host = int(psutil.virtual_memory().available * share)
+    if disk is None:
+        disk = 0 if kv_dir is None else min(DISK_MOST, int(_free_on_disk(Path(kv_dir)) * DISK_SHARE))
+    return msgspec.structs.replace(cache, host_kv=host, disk_kv=0 if kv_dir is None else disk)
+
+
+def _open_files(root: Path, limits: CacheConfig) -> Files:
+    blocks = BlockFiles(root)
+    return Files(blocks, HolderFiles(root), WriteBudget(root / "writes", limits.disk_writes))
+
+
+def _free_on_disk(folder: Path) -> int:
+    """Bytes that are free where a folder is, or will be."""
+    here = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    try:
+        return shutil.disk_usage(here).free
+    except OSError:
+        return 0

@@ -1,0 +1,148 @@
+"""The rig with tiers below its pool: real images, a real slab, real files; workers' ends are noted between steps."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.batch import Batch
+from engine.cache.block import root_hash
+from engine.cache.cold import ColdBlock, Space
+from engine.cache.disk import BlockFiles
+from engine.cache.disk_tier import Files
+from engine.cache.holders import HolderFiles
+from engine.cache.image import ImageCodec
+from engine.cache.manager import BlockManager
+from engine.cache.residency import Residency
+from engine.cache.tiers import ColdTiers
+from engine.cache.write_budget import WriteBudget
+from engine.config import CacheConfig, Force
+from engine.scheduler import Scheduler
+from tests.engine.fake_model import LAYERS, VOCABULARY, FakeModel
+from tests.engine.rig import Rig
+
+FINGERPRINT = b"f" * 32
+
+
+class ColdRig(Rig):
+    """`host_blocks` have room in RAM, `disk_blocks` in files under `folder`. Loads what it finds, by default."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        blocks: int = 64,
+        host_blocks: int = 0,
+        disk_blocks: int = 10_000,
+        block_size: int = 4,
+        max_batch_tokens: int = 64,
+        context_length: int = 512,
+        force: Force | None = "load",
+        fingerprint: bytes = FINGERPRINT,
+        **limits: Any,
+    ) -> None:
+        super().__init__(blocks, block_size, max_batch_tokens, context_length)
+        self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        codec = ImageCodec(LAYERS, block_size, 1, 2, torch.float64, "auto")
+        self.image_bytes = codec.size
+        self.config = CacheConfig(
+            **{
+                "host_kv": host_blocks * codec.size,
+                "disk_kv": disk_blocks * 8192 if folder else 0,
+                "host_low": 1.0,
+                "device_low": 1.0,
+                **limits,
+            }
+        )
+        files = None
+        if folder is not None:
+            files = Files(BlockFiles(folder), HolderFiles(folder), WriteBudget(folder / "writes", None))
+        self.tiers = ColdTiers(
+            self.config, files, clock=lambda: self.now, wall=lambda: 1e9 + self.now, post=self.posted.put
+        )
+        space = Space(fingerprint, root_hash(fingerprint), codec, block_size, codec.size, lambda *_: None)
+        self.residency = Residency(space, self.tiers, lambda: self.model.pool.data, lambda: self.now, force)
+        self.manager = BlockManager(
+            blocks,
+            block_size,
+            fingerprint=fingerprint,
+            copy_tokens=self.model.copy_tokens,
+            on_free=self.model.pool.poison,
+            clock=lambda: self.now,
+            below=self.residency,
+        )
+        self.residency.manager = self.manager
+        self.scheduler = Scheduler(
+            self.manager,
+            context_length=context_length,
+            vocab_size=VOCABULARY,
+            max_batch_tokens=max_batch_tokens,
+            clock=lambda: self.now,
+            residency=self.residency,
+        )
+        self.tiers.take_stock(space)
+
+    def step(self) -> Batch | None:
+        """As ever; when nothing can run, the next end of a copy is waited for."""
+        self.note_ends()
+        batch = super().step()
+        if batch is None and not self.scheduler.idle and self.tiers.disk.loading:
+            self.posted.get(timeout=10)()
+        return batch
+
+    def run(self, limit: int = 10_000) -> int:
+        """Step until nothing is left; how many passes that took."""
+        steps = 0
+        while not self.scheduler.idle:
+            loading = self.tiers.disk.loading
+            if self.step() is not None:
+                steps += 1
+            else:
+                assert self.scheduler.idle or loading or self.tiers.disk.loading, "requests wait, and nothing runs"
+            assert steps < limit, "no end in sight"
+        return steps
+
+    def note_ends(self) -> None:
+        """Note every copy that has ended."""
+        while not self.posted.empty():
+            self.posted.get()()
+
+    def save(self) -> None:
+        """Write all that the last turns left behind."""
+        while self.residency.save(float("inf")) or self.tiers.disk.saving or self.residency.unsaved:
+            if self.tiers.disk.saving:
+                self.posted.get(timeout=10)()
+        self.check()
+
+    def close(self) -> None:
+        """End the workers; what they did is noted."""
+        self.tiers.close()
+        self.note_ends()
+
+    def flush(self) -> None:
+        """Take every idle block off the device."""
+        self.manager.evict_idle(len(self.manager.idle))
+        self.check()
+
+    def check(self) -> None:
+        """The conservation law, of every tier."""
+        super().check()
+        assert self.tiers.violations() == []
+
+    def cold(self) -> list[ColdBlock]:
+        """What host and disk hold."""
+        return list(self.tiers.index)
+
+    def sources(self, request_id: str) -> tuple[int, int, int, int]:
+        """Tokens of a finished request's prompt from device, host, disk and the model."""
+        usage = self.finished[request_id][0].usage
+        return usage.device_tokens, usage.host_tokens, usage.disk_tokens, usage.computed_tokens
+
+
+def other_model() -> FakeModel:
+    """A model with nothing in its pool."""
+    return FakeModel(8, 4)
