@@ -113,6 +113,12 @@ class NotReady(ChatError):
     retryable = True
 
 
+class PinRefused(ChatError):
+    """The engine cannot keep a chat's cache where it is; the sentence, with the numbers, is the engine's."""
+
+    code = "pin_refused"
+
+
 class TemplateError(ChatError):
     """The model's chat template refuses these messages (a role it does not know, two user turns in a row, …)."""
 

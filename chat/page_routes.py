@@ -15,10 +15,12 @@ from uuid import uuid4
 import msgspec
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from chat.bodies import parsed
-from chat.errors import SessionNotFound, StorageFailed
+from chat.errors import ChatError, SessionNotFound, StorageFailed
+from chat.event_stream import unless_gone
 from chat.page_html import live_reply
 from chat.service import ChatService
 from chat.turns import LiveTurn
@@ -26,6 +28,7 @@ from chat.views import ModelView
 from engine.state import EngineState
 from storage.errors import StorageError
 
+GONE = 499  # a status that nobody receives, for the log
 PAGE_OF_CHATS, MOST_CHATS = 100, 100_000
 TICK_S = 0.07  # between two updates of a growing reply; the first text and the end go out at once
 
@@ -47,6 +50,14 @@ class KnownModel(BaseModel):
     model: str
 
 
+class KnownChat(BaseModel):
+    """A chat by its id."""
+
+    model_config = ConfigDict(strict=True)
+
+    chat: str
+
+
 class ModelChoice(KnownModel):
     """A chat, and the model that it is to be held with."""
 
@@ -60,8 +71,8 @@ def page_router(service: ChatService) -> APIRouter:
 
     @router.get("/page/state")
     async def state(has: str = "", limit: Annotated[int, Query(ge=1, le=MOST_CHATS)] = PAGE_OF_CHATS) -> dict[str, Any]:
-        """`server` (a name for this run), `engine`, `models`, `loads` (further models on their way), and `chats` unless
-        the tab `has` this version of them already; or `problem`, why none of this can be told."""
+        """`server` (a name for this run), `engine`, `models`, `loads` (further models on their way), `warming` (recent
+        chats), and `chats` unless the tab `has` this version of them already; or `problem`, why it cannot be told."""
         try:
             chats, models = await service.sessions(service.user.id, limit + 1), await service.models()
         except StorageError as error:
@@ -77,6 +88,7 @@ def page_router(service: ChatService) -> APIRouter:
             "engine": _engine(now, models),
             "models": [_model(model) for model in models],
             "loads": [asdict(load) for load in now.loads],
+            "warming": None if service.cache.warming is None else asdict(service.cache.warming),
             "version": version,
         }
         if version != has:
@@ -102,6 +114,24 @@ def page_router(service: ChatService) -> APIRouter:
         choice = await parsed(request, ModelChoice)
         await service.choose_model(service.user.id, choice.chat, choice.model)
         return {}
+
+    @router.get("/page/ready")
+    async def ready(chat: str) -> dict[str, float | None]:
+        """The seconds that the first word of a chat's next reply would take; null where that is not known."""
+        try:
+            return {"seconds": (await service.cache.estimate(service.user.id, chat)).seconds}
+        except (ChatError, StorageError):
+            return {"seconds": None}
+
+    @router.post("/page/warm")
+    async def warm(request: Request) -> Response:
+        """Bring a chat to the device; answers when it is there. A tab that leaves the chat goes away, which ends it."""
+        known = await parsed(request, KnownChat)
+        try:
+            await unless_gone(service.cache.warm(service.user.id, known.chat), request.receive)
+        except ClientDisconnect:
+            return Response(status_code=GONE)
+        return JSONResponse({})
 
     @router.get("/page/turn")
     async def turn(chat: str) -> StreamingResponse:

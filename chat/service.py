@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from chat.api_turn import ApiTurn
+from chat.cache_service import CacheService
 from chat.completion import Completions, Request
 from chat.conversation import Asked, Conversations, title_of
 from chat.errors import EmptyMessage, ModelNotFound, SessionNotFound, SystemPromptFixed, check_text
@@ -46,6 +47,9 @@ class ChatService:
     recent: RecentReplies
     """What the last replies cost."""
 
+    cache: CacheService
+    """What may be asked of the cache: pins, prefetches, estimates, events."""
+
     def __init__(
         self,
         store: Store,
@@ -62,6 +66,7 @@ class ChatService:
         self._timer = timer
         self._models = Models(engine, store, thinking)
         self.recent = RecentReplies(timer)
+        self.cache = CacheService(store, engine, self._models)
         self._conversations = Conversations(
             store, engine, self._models, timer=timer, save_seconds=save_seconds, recent=self.recent
         )
@@ -74,6 +79,7 @@ class ChatService:
         interrupted = await self._store.interrupt_streaming()
         if interrupted:
             log.info("%d replies were interrupted when the server ended", interrupted)
+        await self.cache.start(self.user)
         self._chores = [asyncio.create_task(self._expire()), asyncio.create_task(self._models.follow())]
 
     async def close(self) -> None:
@@ -81,7 +87,7 @@ class ChatService:
         for chore in self._chores:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        await asyncio.gather(self._conversations.close(), self._completions.close())
+        await asyncio.gather(self._conversations.close(), self._completions.close(), self.cache.close())
 
     # --- the engine's state -----------------------------------------------------------------------------------------
 
@@ -184,7 +190,7 @@ class ChatService:
         await self._conversations.stop(session_id)
         if not await self._store.delete_session(user_id, session_id):
             raise SessionNotFound(session_id)
-        await self._forget_blocks([session_id])
+        await self.cache.forget([session_id])
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -246,6 +252,7 @@ class ChatService:
         UnusableModel.
         """
         request = Request(tuple(messages), options or TurnOptions(), self._timer(), n, session_hint)
+        self.cache.turn_begins()
         return await self._completions.begin(self.user, await self._models.named(model), request)
 
     # --- inside -----------------------------------------------------------------------------------------------------
@@ -265,20 +272,16 @@ class ChatService:
         return SessionView(record.id, record.title, record.updated_at, self._conversations.is_running(record.id))
 
     async def _asked(self, user_id: str, session_id: str, options: TurnOptions | None, started: float) -> Asked:
+        self.cache.turn_begins()
         return Asked(self.user, await self._owned(user_id, session_id), options or TurnOptions(), started)
 
     async def _expire(self) -> None:
         while True:
             try:
-                await self._forget_blocks(await self._store.delete_expired(self._clock()))
+                await self.cache.forget(await self._store.delete_expired(self._clock()))
             except StorageError as error:
                 log.error("expired API chats could not be removed, another try follows: %s", error)
             await asyncio.sleep(EXPIRY_SECONDS)
-
-    async def _forget_blocks(self, session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            with contextlib.suppress(EngineUnavailable):  # a new engine process holds no blocks of it
-                await self._engine.drop(session_id)
 
 
 @contextlib.contextmanager

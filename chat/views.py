@@ -120,6 +120,29 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class EstimateView:
+    """Where the tokens of a prompt would come from now, and how long its first token would take.
+
+    `seconds` None: nothing was measured yet.
+    """
+
+    prompt_tokens: int
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    computed_tokens: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class WarmingView:
+    """Recent chats are brought back to the device: `done` of `total` are there."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
 class SessionView:
     """One line of the list of chats. `title` is "" until the first message is sent; `running`: a reply is coming."""
 

@@ -14,6 +14,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chat.admin_api import admin_router
 from chat.api import api_router
 from chat.figures import figures_router
 from chat.guard import add_guards
@@ -53,6 +54,7 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
     app.include_router(api_router(service))
     app.include_router(page_router(service))
     app.include_router(figures_router(service))
+    app.include_router(admin_router(service))
     app.mount(PREFIX, StaticFiles(directory=FOLDER), name="page-assets")
     page = build_page(service)
     gr.mount_gradio_app(

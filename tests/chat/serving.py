@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
+from chat.admin_api import admin_router
 from chat.api import api_router
 from chat.figures import figures_router
 from chat.guard import add_guards
 from chat.page_routes import page_router
+from chat.refusals import add_refusals
 from chat.service import ChatService
 
 
@@ -27,10 +29,12 @@ class Bound:
 async def serving(service: ChatService) -> AsyncIterator[str]:
     """The base URL of a server that runs until the block is left."""
     app = FastAPI(openapi_url=None)
+    add_refusals(app)
     add_guards(app, Bound())
     app.include_router(api_router(service))
     app.include_router(page_router(service))
     app.include_router(figures_router(service))
+    app.include_router(admin_router(service))
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="off"))
     task = asyncio.create_task(server.serve([listener]))

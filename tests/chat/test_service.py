@@ -56,6 +56,14 @@ async def eventually(look):
     return found
 
 
+async def eventually_equal(read, value):
+    """Until `await read()` is `value`."""
+    async with asyncio.timeout(10):
+        while (found := await read()) != value:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+    return found
+
+
 async def test_a_turn_is_answered_stored_and_measured(service, engine, template):
     chat = await new_chat(service)
     done = await ask(service, chat, "  hello \n\n there\t")

@@ -1,0 +1,83 @@
+"""The administrator's routes: what happened to the cache, pins and times to live, what a turn would cost.
+
+Knows HTTP and the service. Like all routes they stand behind `chat.guard`; their errors have the form of all refusals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict
+
+from chat.bodies import parsed
+from chat.service import ChatService
+from storage.cache_tables import MOST_EVENTS
+
+
+class PinBody(BaseModel):
+    """Whether a chat's cache is to stay where it is."""
+
+    model_config = ConfigDict(strict=True)
+
+    pinned: bool
+
+
+class TtlBody(BaseModel):
+    """How long a chat's unused cache stays in a tier, in seconds; None: as long as everybody's."""
+
+    model_config = ConfigDict(strict=True)
+
+    ttl: float | None
+
+
+class EstimateBody(BaseModel):
+    """A chat, and the message that it might get; "": a short one."""
+
+    model_config = ConfigDict(strict=True)
+
+    chat: str
+    text: str = ""
+
+
+def admin_router(service: ChatService) -> APIRouter:
+    """GET /api/admin/events; POST /api/admin/sessions/{id}/pin and /ttl, and /api/admin/estimate."""
+    router = APIRouter(prefix="/api/admin", include_in_schema=False)
+
+    @router.get("/events")
+    async def events(limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100) -> dict[str, Any]:
+        """The last things that happened to the cache, the newest last. They hold no text."""
+        return {"events": [asdict(event) for event in await service.cache.events(limit)]}
+
+    @router.post("/sessions/{session_id}/pin")
+    async def pin(session_id: str, request: Request) -> dict[str, Any]:
+        """Pin a chat, or let it go; 409 when the tiers have no room for the pin."""
+        body = await parsed(request, PinBody)
+        await service.cache.pin(service.user.id, session_id, body.pinned)
+        return {"id": session_id, "pinned": body.pinned}
+
+    @router.post("/sessions/{session_id}/ttl")
+    async def ttl(session_id: str, request: Request) -> dict[str, Any]:
+        """Give a chat a time to live of its own."""
+        body = await parsed(request, TtlBody)
+        await service.cache.set_ttl(service.user.id, session_id, body.ttl)
+        return {"id": session_id, "ttl": body.ttl}
+
+    @router.post("/estimate")
+    async def estimate(request: Request) -> dict[str, Any]:
+        """Where the tokens of a chat's next turn would come from, and how long its first token would take."""
+        body = await parsed(request, EstimateBody)
+        found = await service.cache.estimate(service.user.id, body.chat, body.text)
+        return {
+            "prompt_tokens": found.prompt_tokens,
+            "tokens": {
+                "device": found.device_tokens,
+                "host": found.host_tokens,
+                "disk": found.disk_tokens,
+                "computed": found.computed_tokens,
+            },
+            "seconds": found.seconds,
+        }
+
+    return router
