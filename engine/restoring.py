@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.cache.block import Lease, Scope
 from engine.cache.manager import BlockManager
-from engine.cache.residency import Residency, Restore
 from engine.protocol import Prefetch, Prefetched
 from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from engine.cache.residency import Residency, Restore  # whose tiers need torch
 
 WAITED_FOR, AHEAD = (
     0.5,

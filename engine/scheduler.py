@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.batch import Batch, Row
 from engine.cache.block import Lease
 from engine.cache.laws import violations
 from engine.cache.manager import BlockManager
-from engine.cache.residency import Residency
 from engine.limits import Limits
 from engine.protocol import Event, FinishReason, Prefetch, RejectCode, Rejected, Submit, Tokens
 from engine.restoring import Restoring
 from engine.sequence import Request, Sequence
+
+if TYPE_CHECKING:
+    from engine.cache.residency import Residency  # whose tiers need torch
 
 _order = attrgetter("order")
 

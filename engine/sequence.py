@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import secrets
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.batch import Draw
 from engine.cache.block import Lease, Scope, common_prefix
-from engine.cache.residency import Restore, Restored
 from engine.protocol import Finished, FinishReason, Miss, Progress, Submit, Usage
+
+if TYPE_CHECKING:
+    from engine.cache.residency import Restore, Restored  # whose tiers need torch
 
 
 def sample_seed(seed: int | None, index: int) -> int:
