@@ -77,6 +77,7 @@ class ChatPage:
                     elem_id="kw-box", label="Message", show_label=False, container=False, lines=1, max_lines=10,
                     placeholder="Write a message", html_attributes=gr.InputHTMLAttributes(autocomplete="off"),
                 )  # fmt: skip
+                gr.HTML(html.READY, js_on_load=None, apply_default_css=False)
                 self._send = gr.Button("Send", elem_id="kw-send", min_width=0, scale=0)
                 gr.HTML(
                     '<button type="button" id="kw-stop" data-act="stop">Stop</button>',

@@ -10,8 +10,9 @@ PREFIX = "/page/assets"
 
 
 def head_tags() -> str:
-    """The page's style, and the script of a part that stands for itself, for the head."""
-    return f'<link rel="stylesheet" href="{_address("page.css")}"><script src="{_address("models.js")}"></script>'
+    """The page's style, and the scripts of the parts that stand for themselves, for the head."""
+    scripts = "".join(f'<script src="{_address(name)}"></script>' for name in ("models.js", "warmth.js"))
+    return f'<link rel="stylesheet" href="{_address("page.css")}">{scripts}'
 
 
 def script_tag() -> str:

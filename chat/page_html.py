@@ -52,6 +52,10 @@ SHELL_NOTICE = """
 <button type="button" id="kw-down" class="kw-down" data-act="down" aria-label="Go to the newest text" hidden>↓</button>
 """
 
+READY = """
+<span id="kw-ready" title="How soon a reply would begin now, by what was measured so far" hidden></span>
+"""
+
 SHELL_SETTINGS = f"""
 <div class="kw-settings-head"><h2>Settings</h2>
 <button type="button" class="kw-icon" data-act="settings" aria-label="Close settings">{icon("close")}</button></div>

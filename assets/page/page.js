@@ -15,7 +15,7 @@ window.keepwarm = (() => {
   let shown = {}; // slot -> the last HTML that was accepted
   let header = null; // the current chat's title, prompt and whether that is fixed
   let running = false, stopping = false, sendingSince = 0, leavingPrompt = null;
-  let engine = { phase: "loading", stage: "", done: 0, total: 0, message: "" };
+  let engine = { phase: "loading", stage: "", done: 0, total: 0, message: "" }, warming = null;
   let server = null, offline = false, trouble = "", chats = [], more = false, version = "", limit = 100, pollTimer = 0, polling = false;
   let stick = true;
   let live = null, stream = null; // the slot of the reply in the making, and the events that feed it
@@ -119,8 +119,10 @@ window.keepwarm = (() => {
   }
 
   function showRunning(value) {
-    if (running !== value) poll();
+    const changed = running !== value;
+    if (changed) poll();
     running = value;
+    if (changed) warm();
     if (running && !document.hidden) follow();
     else unfollow();
     if (!value && stopping) focusBox(); // the button that was pressed goes away
@@ -148,8 +150,13 @@ window.keepwarm = (() => {
     stick = true;
     setValue(box(), sessionStorage.getItem(draftKey(chat)) || "");
     trigger("open", { chat });
+    warm();
     focusBox();
   }
+
+  // Is a message likely to come next in this chat? Then its cache is to be near.
+  const awaitsMessage = () => !current.startsWith(NEW) && !running && !offline && engine.phase === "ready";
+  const warm = () => (awaitsMessage() ? keepwarmWarmth.warm(current) : keepwarmWarmth.leave());
 
   // A new chat has the prompt that waited for it, unless it follows on one that was not used.
   function newChat(prompt = current.startsWith(NEW) ? "" : keptPrompt()) {
@@ -409,7 +416,7 @@ window.keepwarm = (() => {
     polling = false;
     showStatus();
     refreshSend();
-    const busy = offline || trouble || engine.phase !== "ready" || keepwarmModels.busy();
+    const busy = offline || trouble || engine.phase !== "ready" || warming || keepwarmModels.busy();
     pollTimer = setTimeout(poll, document.hidden ? 4 * POLL_MS : busy ? BUSY_POLL_MS : POLL_MS);
   }
 
@@ -420,8 +427,11 @@ window.keepwarm = (() => {
     }
     const awake = server && engine.phase !== "ready" && state.engine.phase === "ready";
     if ((offline && server) || awake) reopen(); // what the chat shows depends on both
+    const was = engine.phase;
     server = state.server;
     engine = state.engine;
+    warming = state.warming;
+    if (was !== engine.phase) warm();
     keepwarmModels.take(state);
     if (state.chats) {
       chats = state.chats;
@@ -483,9 +493,12 @@ window.keepwarm = (() => {
     const problem = offline || trouble || engine.phase === "failed" || engine.phase === "stopped";
     line.classList.toggle("kw-problem", Boolean(problem));
     const loading = keepwarmModels.progress();
-    line.hidden = !offline && !trouble && engine.phase === "ready" && !loading.length;
+    const well = !offline && !trouble && engine.phase === "ready";
+    line.hidden = well && !loading.length && !warming;
+    line.classList.toggle("kw-aside", well && !loading.length);
     if (line.hidden) return line.replaceChildren();
-    if (!offline && !trouble && engine.phase === "ready") return line.replaceChildren(...loading[0].childNodes);
+    if (well && !loading.length) return line.replaceChildren(`Bringing back recent chats: ${warming.done} of ${warming.total}`);
+    if (well) return line.replaceChildren(...loading[0].childNodes);
     const parts = [element("span", {}, statusText())];
     if (!problem) {
       const bar = element("progress", { "aria-label": "Loading" });
@@ -607,6 +620,7 @@ window.keepwarm = (() => {
   document.addEventListener("scroll", onScroll, true);
   document.addEventListener("input", (event) => {
     if (event.target.closest?.("#kw-box")) (keepDraft(), refreshSend());
+    if (event.target.closest?.("#kw-box") && event.isTrusted && awaitsMessage()) keepwarmWarmth.typed(current);
     if (event.target.closest?.("#kw-prompt") && current.startsWith(NEW)) keepPrompt(event.target.value);
   });
   document.addEventListener("visibilitychange", () => {
