@@ -42,6 +42,7 @@ class Restoring:
     def __init__(self, residency: Residency | None, manager: BlockManager, clock: Callable[[], float]) -> None:
         self._residency, self._manager, self._clock = residency, manager, clock
         self._prefetches: dict[str, _Prefetching] = {}
+        self._answers: list[Prefetched] = []
         self._step_s: float | None = None
 
     @property
@@ -97,25 +98,30 @@ class Restoring:
 
     # --- ahead of time ------------------------------------------------------------------------------------------------
 
-    def prefetch(self, command: Prefetch) -> list[Prefetched]:
-        """Begin one; the answer, if it has ended already."""
+    def take_answers(self) -> list[Prefetched]:
+        """The answers to prefetches that have ended since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def prefetch(self, command: Prefetch) -> None:
+        """Begin one."""
         scope, ids = Scope(command.session_id, command.salt, command.shared_len), command.token_ids
         restore = self.find(scope, [*ids, -1])
         there = self._manager.match(scope, [*ids, -1]).reused
         if restore is None:
-            return [_answer(command.call_id, there)]
+            self._answer(command.call_id, there)
+            return
         end = restore.pieces[-1].end if restore.pieces else 0
         lease = self._manager.acquire(scope, ids[:end], spare=0) if end else None
         if lease is None:
             self.abandon(restore)
-            return [_answer(command.call_id, there)]
+            self._answer(command.call_id, there)
+            return
         lease.counts = False
         self._prefetches[command.call_id] = _Prefetching(command, lease, restore)
-        return []
 
-    def run_ahead(self, *, others_run: bool) -> list[Prefetched]:
-        """Bring what nobody waits for yet, as far as the time goes; the answers of those that have ended."""
-        answers: list[Prefetched] = []
+    def run_ahead(self, *, others_run: bool) -> None:
+        """Bring what nobody waits for yet, as far as the time goes."""
         until = self._until(AHEAD if others_run else math.inf)
         for call_id, each in list(self._prefetches.items()):
             if self._residency is None:
@@ -126,33 +132,35 @@ class Restoring:
                 else:
                     each.disk_tokens += part.end - part.start
             if not each.restore.pieces:
-                answers += self.stop(call_id)
-        return answers
+                self.stop(call_id)
 
-    def stop(self, call_id: str) -> list[Prefetched]:
-        """End a prefetch, with what has come; nothing for an unknown one."""
+    def stop(self, call_id: str) -> None:
+        """End a prefetch, with what has come; an unknown one is ignored."""
         each = self._prefetches.pop(call_id, None)
         if each is None:
-            return []
+            return
         self.abandon(each.restore)
         there = each.lease.computed
         self._manager.release(each.lease)
-        return [_answer(call_id, there, each.host_tokens, each.disk_tokens)]
+        self._answer(call_id, there, each.host_tokens, each.disk_tokens)
 
-    def stop_session(self, session_id: str) -> list[Prefetched]:
+    def stop_session(self, session_id: str) -> None:
         """End the prefetches of a session."""
-        mine = [call_id for call_id, each in self._prefetches.items() if each.command.session_id == session_id]
-        return [answer for call_id in mine for answer in self.stop(call_id)]
+        for call_id, each in list(self._prefetches.items()):
+            if each.command.session_id == session_id:
+                self.stop(call_id)
 
-    def make_way(self) -> list[Prefetched]:
-        """End all prefetches: their room is needed."""
-        return [answer for call_id in list(self._prefetches) for answer in self.stop(call_id)]
+    def make_way(self) -> bool:
+        """End all prefetches, for their room is needed; whether there were any."""
+        calls = list(self._prefetches)
+        for call_id in calls:
+            self.stop(call_id)
+        return bool(calls)
 
     def _until(self, share: float) -> float:
         if math.isinf(share):
             return math.inf
         return self._clock() + share * (self._step_s or 0.0)
 
-
-def _answer(call_id: str, there: int, host: int = 0, disk: int = 0) -> Prefetched:
-    return Prefetched(call_id=call_id, device_tokens=there, host_tokens=host, disk_tokens=disk)
+    def _answer(self, call_id: str, there: int, host: int = 0, disk: int = 0) -> None:
+        self._answers.append(Prefetched(call_id=call_id, device_tokens=there, host_tokens=host, disk_tokens=disk))

@@ -8,11 +8,9 @@ tensors, text or the pipe.
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.batch import Batch, Row
@@ -20,14 +18,13 @@ from engine.cache.block import Lease
 from engine.cache.laws import violations
 from engine.cache.manager import BlockManager
 from engine.limits import Limits
+from engine.lines import Lines
 from engine.protocol import Event, FinishReason, Prefetch, RejectCode, Rejected, Submit, Tokens
 from engine.restoring import Restoring
 from engine.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from engine.cache.residency import Residency  # whose tiers need torch
-
-_order = attrgetter("order")
 
 
 class Scheduler:
@@ -57,8 +54,7 @@ class Scheduler:
         blocks = manager.total_blocks
         self._limits = Limits(context_length, vocab_size, manager.block_size, blocks, blocks)
         self._requests: dict[str, Request] = {}
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._lines = Lines(manager)
         self._step: list[tuple[Sequence, Row]] = []
         self._budget = 0  # tokens that the step being planned has left
         self._admitting: Sequence | None = None
@@ -77,13 +73,13 @@ class Scheduler:
             return [Rejected(request_id=submit.request_id, code=refusal[0], message=refusal[1])]
         request = Request(submit, next(self._arrivals), self._clock(), self._limits.max_tokens(submit))
         self._requests[submit.request_id] = request
-        self._wait(request.samples[0])
+        self._lines.wait(request.samples[0])
         return self.take_events()
 
     def cancel(self, request_id: str, index: int | None = None) -> list[Event]:
         """End what is left of a request, in whatever state, or one sample that is being written; else nothing."""
         self._between_steps()
-        self._events += self._restoring.stop(request_id)
+        self._restoring.stop(request_id)
         request = self._requests.get(request_id)
         for sequence in request.samples if request is not None else []:
             wanted = index is None or (sequence.index == index and sequence.reply_ids)
@@ -94,16 +90,18 @@ class Scheduler:
     def drop(self, session_id: str) -> tuple[int, list[Event]]:
         """Cancel a session's requests and forget it: how many blocks that freed, and the events of the cancelling."""
         self._between_steps()
-        events: list[Event] = [*self._restoring.stop_session(session_id)]
+        self._restoring.stop_session(session_id)
+        events: list[Event] = []
         for request in list(self._requests.values()):
             if request.submit.session_id == session_id:
                 events += self.cancel(request.submit.request_id)
-        return self._manager.drop(session_id), events
+        return self._manager.drop(session_id), [*events, *self.take_events()]
 
     def prefetch(self, command: Prefetch) -> list[Event]:
         """Bring to the device what the tiers below have of a prompt; the answer may come later."""
         self._between_steps()
-        return [*self._restoring.prefetch(command)]
+        self._restoring.prefetch(command)
+        return self.take_events()
 
     def allow(self, blocks: int) -> None:
         """The pool may come to have so many blocks: a request that needs no more can wait for them."""
@@ -114,9 +112,9 @@ class Scheduler:
         """Blocks that it takes for running sequences to get their next token, and for the first in the line to run."""
         count = self._manager.blocks_for
         needed = self._manager.leased_blocks
-        needed += sum(max(0, count(len(s.token_ids)) - len(s.held.blocks)) for s in self._running)
-        if self._waiting:
-            needed += count(len(self._waiting[0].token_ids)) + bool(self._running)
+        needed += sum(max(0, count(len(s.token_ids)) - len(s.held.blocks)) for s in self._lines.running)
+        if self._lines.waiting:
+            needed += count(len(self._lines.waiting[0].token_ids)) + bool(self._lines.running)
         return min(needed, max(self._limits.total_blocks, self._limits.most_blocks))
 
     def resize(self, blocks: int, move: Callable[[int, Mapping[int, int]], None]) -> None:
@@ -127,12 +125,12 @@ class Scheduler:
         """
         self._between_steps()
         if blocks < self._manager.total_blocks:
-            self._events += self._restoring.make_way()
+            self._restoring.make_way()
         moved = self._manager.make_fit(blocks)
         move(blocks, moved)
         self._manager.renumber(blocks, moved)
         self._limits = replace(self._limits, total_blocks=blocks)
-        for sequence in [s for s in self._waiting if not s.reply_ids and s.request.samples[0] is s]:
+        for sequence in [s for s in self._lines.waiting if not s.reply_ids and s.request.samples[0] is s]:
             if (refusal := self._limits.refusal(sequence.request.submit)) is not None:
                 self._reject(sequence.request, *refusal)
 
@@ -142,17 +140,17 @@ class Scheduler:
         """The next forward pass; None when nothing can run. End it with `commit` or `fail`."""
         self._between_steps()
         self._budget = self.max_batch_tokens
-        for sequence in [s for s in self._running if not s.reading]:
+        for sequence in [s for s in self._lines.running if not s.reading]:
             if sequence.lease is not None and self._make_room(sequence):
                 self._plan(sequence)
-        self._restore(self._running)
-        for sequence in [s for s in self._running if s.reading and s.restore is None]:
+        self._restore(self._lines.running)
+        for sequence in [s for s in self._lines.running if s.reading and s.restore is None]:
             if self._budget > 0:
                 self._plan(sequence)
         self._admit()
         self._announce()
-        if not self._waiting:
-            self._events += self._restoring.run_ahead(others_run=bool(self._running))
+        if not self._lines.waiting:
+            self._restoring.run_ahead(others_run=bool(self._lines.running))
         self._planned_at = self._clock()
         return Batch([row for _, row in self._step]) if self._step else None
 
@@ -186,7 +184,7 @@ class Scheduler:
 
     def take_events(self) -> list[Event]:
         """The events since the last call that returned some."""
-        events, self._events = self._events, []
+        events, self._events = [*self._events, *self._restoring.take_answers()], []
         return events
 
     # --- what can be seen -------------------------------------------------------------------------------------------
@@ -199,25 +197,18 @@ class Scheduler:
     def violations(self) -> list[str]:
         """Every broken law of blocks, index and leases, and of who runs and who waits; empty when all hold."""
         broken = violations(self._manager)
-        leases = {sequence.held for sequence in self._running}
-        if leases | self._restoring.leases != self._manager.leases or len(leases) != len(self._running):
-            broken.append(f"{len(self._running)} sequences run on {len(self._manager.leases)} leases")
-        if any(sequence.lease is not None for sequence in self._waiting):
-            broken.append("a waiting sequence holds a lease")
-        for name, queue in (("waiting", self._waiting), ("running", self._running)):
-            if queue != sorted(queue, key=_order):
-                broken.append(f"the {name} sequences are out of order")
+        broken += self._lines.violations(self._restoring.leases)
         known = {sequence for request in self._requests.values() for sequence in request.samples if not sequence.ended}
-        if not known >= {*self._waiting, *self._running} or set(self._waiting) & set(self._running):
-            broken.append("a sequence waits or runs that has ended, or does both")
+        if not known >= {*self._lines.waiting, *self._lines.running}:
+            broken.append("a sequence waits or runs that has ended")
         return broken
 
     def snapshot_fields(self) -> dict[str, Any]:
         """The fields of `protocol.Snapshot` that blocks and requests account for."""
         return {
             **self._manager.counts(),
-            "running": len(self._running),
-            "waiting": len(self._waiting),
+            "running": len(self._lines.running),
+            "waiting": len(self._lines.waiting),
             "sampled_tokens": self.sampled_tokens,
             "preemptions": self.preemptions,
         }
@@ -243,10 +234,10 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Room for the sequence's next token. False when it had to step back, or to end because it has all there is."""
         while not self._manager.extend(sequence.held, len(sequence.token_ids)):
-            if self._make_way():
+            if self._restoring.make_way():
                 continue
-            newest = self._running[-1]
-            if len(self._running) == 1 and not self._limits.may_grow:
+            newest = self._lines.running[-1]
+            if len(self._lines.running) == 1 and not self._limits.may_grow:
                 self._finish(sequence, "length", self._limits.pool_full)
             else:
                 self._preempt(newest)
@@ -259,13 +250,13 @@ class Scheduler:
         self._take_out(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
-        self._wait(sequence)
+        self._lines.wait(sequence)
 
     def _admit(self) -> None:
         """Let in who waits, in order, while there is budget and room. Nobody overtakes one who waits for room."""
-        for sequence in list(self._waiting):
+        for sequence in list(self._lines.waiting):
             # as many sequences as tokens in a step: then one that reads always finds a token left beside the writers
-            if self._budget <= 0 or len(self._running) >= self.max_batch_tokens:
+            if self._budget <= 0 or len(self._lines.running) >= self.max_batch_tokens:
                 return
             if self._is_being_read(sequence):
                 continue
@@ -275,15 +266,13 @@ class Scheduler:
             self._admitting = None
             if lease is None:
                 self._restoring.abandon(restore)
-            if lease is None and (self._running or self._limits.may_grow):
+            if lease is None and (self._lines.running or self._limits.may_grow):
                 return
-            self._waiting.remove(sequence)
             if lease is None:
                 self._finish(sequence, "length", self._limits.pool_full)
                 continue
-            sequence.admit(lease, self._clock())
+            self._lines.run(sequence, lease, self._clock())
             sequence.restore = restore
-            insort(self._running, sequence, key=_order)
             self._progress(sequence, "reading")
             if restore is None:
                 self._restoring.explain(sequence)
@@ -293,27 +282,20 @@ class Scheduler:
 
     def _lease(self, sequence: Sequence) -> Lease | None:
         """Blocks for all that the sequence has; None where there is no room, even when nothing is fetched ahead."""
-        spare = 1 if self._running else 0
-        lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
-        if lease is None and self._make_way():
-            lease = self._manager.acquire(sequence.request.scope, sequence.token_ids, spare)
+        scope, spare = sequence.request.scope, 1 if self._lines.running else 0
+        lease = self._manager.acquire(scope, sequence.token_ids, spare)
+        if lease is None and self._restoring.make_way():
+            lease = self._manager.acquire(scope, sequence.token_ids, spare)
         return lease
-
-    def _make_way(self) -> bool:
-        """Have what is fetched ahead give its room back; whether anything was."""
-        busy = not self._restoring.idle
-        self._events += self._restoring.make_way()
-        return busy
 
     def _restore(self, sequences: list[Sequence]) -> None:
         """Bring from the tiers below what these sequences wait for, as far as the time goes."""
-        others_write = any(not sequence.reading for sequence in self._running)
-        for sequence in self._restoring.advance(list(sequences), others_write=others_write):
+        for sequence in self._restoring.advance(list(sequences), others_write=self._lines.someone_writes):
             self._progress(sequence, "reading")
 
     def _is_being_read(self, sequence: Sequence) -> bool:
         """Another is computing what this one wants next: waiting for that beats computing it twice."""
-        for leader in self._running:
+        for leader in self._lines.running:
             shared = sequence.could_share(leader, self._manager.block_size) if leader.reading else 0
             if leader.held.computed < shared > self._manager.match(sequence.request.scope, sequence.token_ids).reused:
                 return True
@@ -336,7 +318,7 @@ class Scheduler:
                 clipped = request.max_tokens < request.submit.max_tokens
                 self._finish(sample, "length", self._limits.context_full if clipped else "")
             elif sample in forked:
-                self._wait(sample)
+                self._lines.wait(sample)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
         self._take_out(sequence)
@@ -356,19 +338,11 @@ class Scheduler:
         """Out of whatever line it stands in, and its lease back."""
         self._restoring.abandon(sequence.restore)
         sequence.restore = None
-        if sequence.lease is not None:
-            self._running.remove(sequence)
-            self._manager.release(sequence.lease)
-            sequence.lease = None
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-
-    def _wait(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_order)
+        self._lines.leave(sequence)
 
     def _announce(self) -> None:
         """Tell each request once that it waits."""
-        for sequence in self._waiting:
+        for sequence in self._lines.waiting:
             if not sequence.announced:
                 sequence.announced = True
                 self._progress(sequence, "waiting")
