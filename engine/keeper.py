@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from engine.cache.block import Scope
 from engine.cache.cold import ColdBlock
+from engine.cache.tiers import COLD, TIERS
 from engine.config import Tier
 from engine.errors import EngineError
 from engine.ledger import residencies, snapshot
@@ -57,18 +58,24 @@ class Keeper:
         idle = all(served.scheduler.idle for served in self._residents)
         until = now + (IDLE_SLICE if idle else BUSY_SHARE * step_s)
         self._more = False
+        expired = self._due("device", now)
         for served in self._residents:
-            self._more = served.residency.save(until) or self._more
-            served.residency.relieve(until)
-        for tier in ("host", "disk"):
-            self._look(tier, now)
+            self._more = served.residency.saver.save(until) or self._more
+            served.residency.relieve(until, expired=expired)
+        for tier in COLD:
+            if self._due(tier, now) or not self._tiers.tier_limits(tier).fits(self._tiers.used(tier)):
+                self._tiers.enforce(tier)
         return [*self._gone(), *self._news(now)]
 
     def rest_seconds(self) -> float | None:
         """How long nothing has to be done while nothing runs; None: until something comes."""
         if self._more:
             return 0.0
-        waits = self._leaving or self._tiers.journal.pending or any(r.residency.unsaved for r in self._residents)
+        waits = (
+            self._leaving
+            or self._tiers.journal.pending
+            or any(served.residency.saver.unsaved for served in self._residents)
+        )
         ttls = [ttl for tier in ("device", "host", "disk") if (ttl := self._ttl(tier)) is not None]
         return LOG_SECONDS if waits else min(map(_interval, ttls), default=None)
 
@@ -76,14 +83,13 @@ class Keeper:
         """Write what is left to write of it, and end the workers."""
         self._tiers.close()
 
-    def _look(self, tier: Tier, now: float) -> None:
-        """Bring a tier to its limits, when it is above them or its blocks may have expired."""
-        ttl, limits = self._ttl(tier), self._tiers.tier_limits(tier)
-        due = ttl is not None and now >= self._look_at.get(tier, 0.0)
-        if due and ttl is not None:
-            self._look_at[tier] = now + _interval(ttl)
-        if due or self._tiers.used(tier) > limits.high_bytes:
-            self._tiers.enforce(tier)
+    def _due(self, tier: Tier, now: float) -> bool:
+        """Whether it is time to look for what has expired in a tier; then the next time is some way off."""
+        ttl = self._ttl(tier)
+        if ttl is None or now < self._look_at.get(tier, 0.0):
+            return False
+        self._look_at[tier] = now + _interval(ttl)
+        return True
 
     def _ttl(self, tier: Tier) -> float | None:
         """The shortest time after which something may leave a tier."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.cache.cold_laws import cold_violations
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.keeper import Keeper
@@ -212,7 +213,8 @@ class Engine:
                 return self._keeper.handle(command)
             case Check():
                 broken = [violation for served in self._residents for violation in served.scheduler.violations()]
-                return [Checked(call_id=command.call_id, violations=[*broken, *self._residents.violations()])]
+                broken += [*self._residents.violations(), *cold_violations(self._residents.tiers)]
+                return [Checked(call_id=command.call_id, violations=broken)]
             case Shutdown():
                 self._stopping = True
                 return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.cache.block_file import BlockHeader, BlockUnreadable
+from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk import BlockFiles
 from engine.cache.holders import HolderFiles, SessionRecord
@@ -65,10 +65,10 @@ class DiskTier:
         if self.files is None or not self.accepts(size) or (slot := self.staging.take(size)) is None:
             return False
         fill(self.staging.view(slot))
-        self.files.writes.spend(size)
+        self.files.writes.spend(file_bytes(size))
         cold.writing = True
         self.saving += 1
-        self.bytes += size  # counted before it is there
+        self.bytes += file_bytes(size)  # counted before it is there
         header, image, blocks = _header(cold), _memory(self.staging.view(slot)), self.files.blocks
 
         def work() -> None:
@@ -82,7 +82,7 @@ class DiskTier:
         def finish(result: int | Exception) -> None:
             self.staging.give_back(slot)
             self.saving -= 1
-            self.bytes -= size
+            self.bytes -= file_bytes(size)
             cold.writing = False
             if isinstance(result, int):
                 cold.disk = result
@@ -208,6 +208,11 @@ class DiskTier:
         """Let what was begun end; nothing more is begun."""
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._clerk.shutdown(wait=True)
+
+
+def file_bytes(image: int) -> int:
+    """Bytes that an image of so many takes on disk, as far as is known before it is written."""
+    return ALIGNMENT + -(-image // ALIGNMENT) * ALIGNMENT
 
 
 def _memory(image: torch.Tensor) -> memoryview:

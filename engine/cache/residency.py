@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 
 import torch
 
@@ -19,7 +18,8 @@ from engine.cache.host import HostSlot
 from engine.cache.manager import BlockManager
 from engine.cache.policy import Entry, decide
 from engine.cache.rates import MovingRate, Run, how_many_to_load
-from engine.cache.tiers import WISHED, ColdTiers
+from engine.cache.saver import Saver
+from engine.cache.tiers import WHY, WISHED, ColdTiers
 from engine.config import Force, Tier
 from engine.events import Miss, MissCause
 
@@ -75,7 +75,7 @@ class Residency:
     ) -> None:
         self.space, self.tiers, self.force = space, tiers, force
         self._data, self._clock = data, clock
-        self._unsaved: dict[str, tuple[bytes, ...]] = {}  # by session, the oldest first
+        self.saver = Saver(tiers, space.root, self._save_block, clock)
         self.manager: BlockManager | None = None
 
     @property
@@ -92,10 +92,11 @@ class Residency:
         entries = [self._entry(key, block) for key, block in by_key.items()]
         return [by_key[entry.key] for entry in self.tiers.policy.order(entries, self._clock())]
 
-    def keep(self, block: Block) -> None:
+    def keep(self, block: Block, reason: str = WHY["pressure"]) -> None:
         """A block is about to leave the device: offer it to the tiers below."""
         if block.key is not None:
-            self.tiers.keep(block, self.space, lambda image: self.space.codec.store(self._data(), block.id, image))
+            fill = partial(self.space.codec.store, self._data(), block.id)
+            self.tiers.keep(block, self.space, fill, reason)
 
     def released(self, lease: Lease) -> None:
         """A turn, or a part of one, ends: note what it used, and that it is to be saved."""
@@ -109,8 +110,21 @@ class Residency:
             if (cold := self.tiers.index.get(key)) is not None:
                 self.tiers.index.hold(cold, session_id)
                 cold.last_used = now
-        self._unsaved.pop(session_id, None)
-        self._unsaved[session_id] = chain
+        self.saver.add(session_id, chain)
+
+    def forget(self, session_id: str) -> None:
+        """Nothing of this session is to be saved, or known."""
+        self.saver.forget(session_id)
+        self.tiers.sessions.forget(session_id)
+
+    def _save_block(self, parent: bytes, key: bytes) -> bool:
+        """Begin to write one block from wherever it is; False: not now, or it is nowhere."""
+        block = next((block for block in self._books.index.children(parent) if block.key == key), None)
+        cold = self.tiers.index.get(key)
+        if block is None:
+            return cold is not None and self.tiers.copy_down(cold)
+        fill = partial(self.space.codec.store, self._data(), block.id)
+        return self.tiers.write(cold or ColdBlock.of(block, self.space), fill)
 
     def blocks(self) -> list[Block]:
         """Every block of the pool that is in use."""
@@ -120,19 +134,19 @@ class Residency:
         """What decides who goes first may have changed."""
         self._books.idle.reconsider()
 
-    def relieve(self, until: float) -> None:
-        """Demote what has expired on the device or is above its high watermark, as far as the time goes."""
+    def relieve(self, until: float, *, expired: bool) -> None:
+        """Demote what is above the device's high watermark, and what has `expired`, as far as the time goes."""
         books, size, limits = self._books, self.space.block_bytes, self.tiers.tier_limits("device")
         limits = replace(limits, budget=books.total_blocks * size)
         used = len(books.blocks) * size
-        if limits.fits(used) and self.tiers.limits.device_ttl is None and self.tiers.sessions.shortest_ttl() is None:
+        if limits.fits(used) and not expired:
             return
         by_key = {block.key or b"": block for block in books.idle.oldest_first()}
         entries = [self._entry(key, block) for key, block in by_key.items()]
         for move in decide(self.tiers.policy, entries, limits, self._clock(), used=used, below="host"):
             if self._clock() >= until:
                 return
-            self.keep(by_key[move.key])
+            self.keep(by_key[move.key], WHY[move.reason])
             books.evict(by_key[move.key])
 
     def demote(self, session_id: str, to: Tier | None) -> int:
@@ -142,7 +156,7 @@ class Residency:
             if block.key is None:
                 continue
             if to is not None:
-                self.keep(block)
+                self.keep(block, WISHED)
             else:
                 self.tiers.journal.bury(block.key, WISHED)
                 self.tiers.journal.note("evicted", WISHED, size=self.space.codec.size, source="device")
@@ -320,52 +334,3 @@ class Residency:
         if use is not None and position < use.tokens:
             return Miss(position=position, cause="diverged")
         return Miss(position=position, cause="new")
-
-    # --- saving -------------------------------------------------------------------------------------------------------
-
-    @property
-    def unsaved(self) -> int:
-        """Sessions whose last turn is not all on disk."""
-        return len(self._unsaved)
-
-    def save(self, until: float) -> bool:
-        """Begin to write what the last turns left behind, the oldest first; whether there is more to begin now."""
-        while self._unsaved and self._clock() < until:
-            session_id, chain = next(iter(self._unsaved.items()))
-            if not self.tiers.has_disk:
-                self._unsaved.clear()
-                return False
-            waits = False
-            for parent, key in pairwise((self.space.root, *chain)):
-                cold = self.tiers.index.get(key)
-                if cold is not None and cold.writing:
-                    waits = True
-                if cold is not None and (cold.disk or cold.writing):
-                    continue
-                if not self._write(parent, key, cold):
-                    waits = waits or self.tiers.disk.saving > 0
-                    if self.tiers.disk.saving:
-                        return False  # their end makes room for more
-            if waits:
-                return False
-            del self._unsaved[session_id]
-            self.tiers.note(session_id)
-        return bool(self._unsaved)
-
-    def forget(self, session_id: str) -> None:
-        """Nothing of this session is to be saved, or known."""
-        self._unsaved.pop(session_id, None)
-        self.tiers.sessions.forget(session_id)
-
-    def _write(self, parent: bytes, key: bytes, cold: ColdBlock | None) -> bool:
-        block = self.on_device(parent, key)
-        if block is not None:
-            cold = cold or ColdBlock.of(block, self.space)
-            return self.tiers.write(cold, lambda image: self.space.codec.store(self._data(), block.id, image))
-        if cold is not None:
-            return self.tiers.copy_down(cold)
-        return False
-
-    def on_device(self, parent: bytes, key: bytes) -> Block | None:
-        """The block of the pool, full or not, that holds what this key names."""
-        return next((block for block in self._books.index.children(parent) if block.key == key), None)

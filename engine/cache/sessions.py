@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from engine.cache.policy import Value, expires_at
 
+MOST = 20_000  # sessions
+
 
 @dataclass
 class SessionUse:
@@ -25,7 +27,7 @@ class SessionUse:
 
 
 class Sessions:
-    """The one owner of what is known of sessions; one that was never used is worth nothing and expires like others."""
+    """The one owner of what is known of sessions. Of very many, those that were used longest ago are forgotten."""
 
     def __init__(self) -> None:
         self._uses: dict[str, SessionUse] = {}
@@ -39,8 +41,11 @@ class Sessions:
 
     def used(self, session_id: str, chain: tuple[bytes, ...], tokens: int, now: float) -> None:
         """A session has read and written this path."""
-        use = self._uses.setdefault(session_id, SessionUse(now))
+        use = self._uses.pop(session_id, None) or SessionUse(now)
+        self._uses[session_id] = use  # the one used last at the end
         use.last_used, use.chain, use.live, use.tokens = now, chain, frozenset(chain), tokens
+        if len(self._uses) > MOST:
+            self._uses.pop(next((name for name, old in self._uses.items() if not old.pinned), session_id))
 
     def remember(self, session_id: str, last_used: float) -> None:
         """A session of an earlier run, of which only files are left."""

@@ -7,14 +7,14 @@ copy that fails is never an error to a chat: the block is not there, and the log
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from engine.cache.block import Block
 from engine.cache.cold import ColdBlock, ColdIndex, Space
-from engine.cache.disk_tier import DiskTier, Files, Fill, Post
+from engine.cache.disk_tier import DiskTier, Files, Fill, Post, file_bytes
 from engine.cache.host import HostSlab, HostSlot
 from engine.cache.journal import Journal
 from engine.cache.policy import Entry, Move, Policy, Reason, TierLimits, decide, policy_named
@@ -120,7 +120,7 @@ class ColdTiers:
 
     # --- taking in ----------------------------------------------------------------------------------------------------
 
-    def keep(self, block: Block, space: Space, fill: Fill) -> None:
+    def keep(self, block: Block, space: Space, fill: Fill, reason: str) -> None:
         """A block leaves the device: have host hold it, or disk, as far as there is room."""
         cold = self.index.get(block.key or b"") or ColdBlock.of(block, space)
         cold.last_used = max(cold.last_used, block.last_used)
@@ -140,20 +140,21 @@ class ColdTiers:
             age_s=self._clock() - block.last_used,
         )
         if target is None:
-            self.journal.bury(cold.key, "device: it had no room, and neither had host or disk")
-            told("evicted", "it had no room, and neither had host or disk")
+            self.journal.bury(cold.key, f"device: {reason}, and host and disk had no room")
+            told("evicted", f"{reason}, and host and disk had no room")
             return
         self._show(cold)
         for session_id in block.holders - cold.holders:
             self.index.hold(cold, session_id)
-        told("demoted", WHY["pressure"], target=target)
+        told("demoted", reason, target=target)
 
     def write(self, cold: ColdBlock, fill: Fill) -> bool:
         """Begin to write a block's file from what `fill` copies; False: not now, or it is there."""
         amount = cold.space.codec.size
         if not self.has_disk or cold.disk or cold.writing or not self.disk.accepts(amount):
             return False
-        if not self.tier_limits("disk").fits(self.disk.bytes + amount) and not self.enforce("disk", amount):
+        taken = file_bytes(amount)
+        if not self.tier_limits("disk").fits(self.disk.bytes + taken) and not self.enforce("disk", taken):
             return False
         if not self.disk.write(cold, fill, partial(self._written, cold)):
             return False
@@ -312,27 +313,6 @@ class ColdTiers:
             page_locked_bytes=self.host.page_locked_bytes if host else 0,
             blocks=len(blocks),
         )
-
-    def violations(self) -> list[str]:
-        """Every broken law of host and disk as a sentence; empty when all hold."""
-        return [*self.host.violations(), *self.disk.staging.violations(), *self._violations()]
-
-    def _violations(self) -> Iterator[str]:
-        held = sum(size(cold, "host") for cold in self.index)
-        if held != self.host.used_bytes:
-            yield f"blocks take {held} bytes of host, which counts {self.host.used_bytes}"
-        budget = self.tier_limits("host").budget
-        if self.host.held_bytes > budget:
-            yield f"host has taken {self.host.held_bytes} bytes, and its budget is {budget}"
-        if self.has_disk and self.disk.bytes > self.tier_limits("disk").budget:
-            yield f"the files take {self.disk.bytes} bytes, and the disk tier's budget is {self.limits.disk_kv}"
-        for cold in self.index:
-            if not (cold.host or cold.disk or cold.writing):
-                yield f"block {cold.key.hex()} is in the index and in no tier"
-            if cold.reads < 0:
-                yield f"block {cold.key.hex()} has {cold.reads} readers"
-            if not cold.holders:
-                yield f"block {cold.key.hex()} has no holder"
 
     def close(self) -> None:
         """Let the copies that were begun end."""

@@ -12,6 +12,7 @@ import torch
 from engine.batch import Batch
 from engine.cache.block import root_hash
 from engine.cache.cold import ColdBlock, Space
+from engine.cache.cold_laws import cold_violations
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files
 from engine.cache.holders import HolderFiles
@@ -113,7 +114,7 @@ class ColdRig(Rig):
 
     def save(self) -> None:
         """Write all that the last turns left behind."""
-        while self.residency.save(float("inf")) or self.tiers.disk.saving or self.residency.unsaved:
+        while self.residency.saver.save() or self.tiers.disk.saving or self.residency.saver.unsaved:
             if self.tiers.disk.saving:
                 self.posted.get(timeout=10)()
         self.check()
@@ -131,7 +132,7 @@ class ColdRig(Rig):
     def check(self) -> None:
         """The conservation law, of every tier."""
         super().check()
-        assert self.tiers.violations() == []
+        assert cold_violations(self.tiers) == []
 
     def cold(self) -> list[ColdBlock]:
         """What host and disk hold."""

@@ -180,7 +180,7 @@ def test_why_a_turn_missed(rigs: list[ColdRig]) -> None:
     rig.flush()
     gone = follow(rig, more)
     assert rig.finished[gone][0].usage.miss == Miss(
-        position=0, cause="evicted", detail="device: it had no room, and neither had host or disk"
+        position=0, cause="evicted", detail="device: it had no room, and host and disk had no room"
     )
     edited = follow(rig, [*more[:9], 60, 61, 62])
     assert rig.finished[edited][0].usage.miss == Miss(position=9, cause="diverged")
@@ -218,7 +218,7 @@ def test_a_deleted_chat_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> N
 def test_a_chat_deleted_while_it_is_saved_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     follow(rig, PROMPT, "alice")
-    assert rig.residency.save(float("inf")) is False
+    assert rig.residency.saver.save() is False
     assert rig.tiers.disk.saving == 9
     rig.drop("alice")
     rig.residency.forget("alice")
@@ -276,7 +276,7 @@ def test_blocks_leave_each_tier_when_their_time_is_over(rigs: list[ColdRig], tmp
     where = []
     for wait in (0, 101, 1000, 10_000):
         rig.now += wait
-        rig.residency.relieve(float("inf"))
+        rig.residency.relieve(float("inf"), expired=True)
         for tier in ("host", "disk"):
             rig.tiers.enforce(tier)
         host, disk = (sum(bool(getattr(cold, tier)) for cold in rig.cold()) for tier in ("host", "disk"))
@@ -291,7 +291,7 @@ def test_a_pinned_chat_stays(rigs: list[ColdRig], tmp_path: Path) -> None:
     rig.save()
     rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
     rig.now += 200
-    rig.residency.relieve(float("inf"))
+    rig.residency.relieve(float("inf"), expired=True)
     rig.tiers.enforce("disk")
     assert {holder for block in rig.manager.blocks.values() for holder in block.holders} == {"kept"}
     assert {holder for cold in rig.cold() if cold.disk for holder in cold.holders} == {"kept"}
@@ -308,7 +308,7 @@ def test_a_full_disk_stops_saving_and_harms_no_chat(
     assert files is not None
     monkeypatch.setattr(files.blocks, "write", lambda *_: (_ for _ in ()).throw(DiskFull("no space left")))
     _, more = turn(rig, PROMPT)
-    rig.residency.save(float("inf"))
+    rig.residency.saver.save()
     while rig.tiers.disk.saving:
         rig.posted.get(timeout=10)()
     assert rig.cold() == []

@@ -1,0 +1,37 @@
+"""The conservation law of host and disk as code: what must hold between any two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.cache.tiers import ColdTiers, size
+
+
+def cold_violations(tiers: ColdTiers) -> list[str]:
+    """Every broken law as a sentence; empty when all hold. Changes nothing."""
+    return [*tiers.host.violations(), *tiers.disk.staging.violations(), *_budgets(tiers), *_blocks(tiers)]
+
+
+def _budgets(tiers: ColdTiers) -> Iterator[str]:
+    held = sum(size(cold, "host") for cold in tiers.index)
+    if held != tiers.host.used_bytes:
+        yield f"blocks take {held} bytes of host, which counts {tiers.host.used_bytes}"
+    host, disk = tiers.tier_limits("host").budget, tiers.tier_limits("disk").budget
+    if tiers.host.held_bytes > host:
+        yield f"host has taken {tiers.host.held_bytes} bytes of a budget of {host}"
+    if tiers.has_disk and tiers.disk.bytes > disk:
+        yield f"the files take {tiers.disk.bytes} bytes of a budget of {disk}"
+    files = sum(size(cold, "disk") for cold in tiers.index)
+    if files > tiers.disk.bytes:
+        yield f"blocks have files of {files} bytes, and {tiers.disk.bytes} are counted"
+
+
+def _blocks(tiers: ColdTiers) -> Iterator[str]:
+    for cold in tiers.index:
+        name = cold.key.hex()
+        if not (cold.host or cold.disk or cold.writing):
+            yield f"block {name} is in the index and in no tier"
+        if cold.reads < 0:
+            yield f"block {name} has {cold.reads} readers"
+        if not cold.holders:
+            yield f"block {name} has no holder"
