@@ -22,7 +22,7 @@ FORBIDDEN = {
     "app": {"tests", "torch", "transformers"} | DATABASE,
     "engine.cache": {"transformers", "engine.model", "engine.loop", "engine.client"},
 }
-MAY_USE_TORCH = {"engine.cache.pool"}  # within engine.cache
+MAY_USE_TORCH = {"engine.cache.host", "engine.cache.image", "engine.cache.pool"}  # within engine.cache
 
 BLOCKED = """
 import importlib, sys
