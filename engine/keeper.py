@@ -31,6 +31,7 @@ from engine.protocol import (
 from engine.residents import Residents
 from engine.words import size
 
+LAST_SECONDS = 0.2  # for copying what is unsaved at the end
 LOG_SECONDS = 1.0  # between two messages of what happened
 IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
@@ -71,16 +72,15 @@ class Keeper:
         """How long nothing has to be done while nothing runs; None: until something comes."""
         if self._more:
             return 0.0
-        waits = (
-            self._leaving
-            or self._tiers.journal.pending
-            or any(served.residency.saver.unsaved for served in self._residents)
-        )
-        ttls = [ttl for tier in ("device", "host", "disk") if (ttl := self._ttl(tier)) is not None]
-        return LOG_SECONDS if waits else min(map(_interval, ttls), default=None)
+        unsaved = any(served.residency.saver.unsaved for served in self._residents)
+        if unsaved or self._leaving or self._tiers.journal.pending:
+            return LOG_SECONDS
+        return min((_interval(ttl) for tier in TIERS if (ttl := self._ttl(tier)) is not None), default=None)
 
     def close(self) -> None:
-        """Write what is left to write of it, and end the workers."""
+        """Begin to save what is unsaved, as far as a moment goes, and end the workers."""
+        for served in self._residents:
+            served.residency.saver.save(self._clock() + LAST_SECONDS)
         self._tiers.close()
 
     def _due(self, tier: Tier, now: float) -> bool:

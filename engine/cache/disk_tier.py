@@ -17,6 +17,7 @@ import torch
 from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk import BlockFiles
+from engine.cache.earlier import Earlier, EarlierBlock
 from engine.cache.holders import HolderFiles, SessionRecord
 from engine.cache.host import HostSlab, HostSlot
 from engine.cache.rates import MovingRate
@@ -46,7 +47,8 @@ class DiskTier:
 
     def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
         self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
-        self.bytes = sum(stored.bytes for stored in files.blocks.usage().values()) if files is not None else 0
+        self.earlier = Earlier.found(files.blocks, files.holders.load_all(), wall()) if files is not None else None
+        self.bytes = self.earlier.size if self.earlier is not None else 0
         self.saving = self.loading = 0  # blocks on their way
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
@@ -146,25 +148,31 @@ class DiskTier:
         self.bytes -= cold.disk
         cold.disk = 0
 
-    def stored(self, space: Space) -> tuple[list[ColdBlock], dict[str, float]]:
-        """A model's blocks of earlier runs, and when the sessions that hold any were used last, on the clock."""
-        if self.files is None:
-            return [], {}
-        now, wall = self._clock(), self._wall()
-        holders: dict[bytes, set[str]] = {}
-        used: dict[bytes, float] = {}
-        sessions: dict[str, float] = {}
-        for record in self.files.holders.load_all():
-            last_used = now - max(0.0, wall - record.used_at)
-            sessions[record.session_id] = last_used
-            for key in record.keys.get(space.fingerprint, []):
-                holders.setdefault(key, set()).add(record.session_id)
-                used[key] = max(used.get(key, last_used), last_used)
-        blocks = []
-        for header, size in self.files.blocks.scan(space.fingerprint):
-            whose = holders.get(header.key, set(header.holders))
-            blocks.append(_from_header(header, space, whose, used.get(header.key, now), size))
-        return blocks, sessions
+    def served(self, space: Space) -> list[ColdBlock]:
+        """A model is served from now on: what earlier runs have kept of it."""
+        blocks = self.earlier.take(space.fingerprint) if self.earlier is not None else []
+        return [_cold(block, space, self._on_clock(block.used_at)) for block in blocks]
+
+    def earlier_sessions(self) -> dict[str, float]:
+        """The sessions of earlier runs, and when each was used last, on the clock."""
+        sessions = self.earlier.sessions if self.earlier is not None else {}
+        return {session_id: self._on_clock(used_at) for session_id, used_at in sessions.items()}
+
+    def let_earlier_go(self, wanted: int, ttl: float | None) -> int:
+        """Delete blocks of models that are not served: those older than `ttl` seconds, then until `wanted` bytes went.
+
+        The bytes that went.
+        """
+        if self.earlier is None:
+            return 0
+        gone = self.earlier.expire(self._wall() - ttl) if ttl is not None else 0
+        gone += self.earlier.give_way(wanted - gone) if wanted > gone else 0
+        self.bytes -= gone
+        return gone
+
+    def _on_clock(self, used_at: float) -> float:
+        """A Unix time as one of the engine's clock; one in the future is now."""
+        return self._clock() - max(0.0, self._wall() - used_at)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class DiskTier:
         """Write down what a session holds on disk, so that it is known after a restart; not at once."""
         if self.files is None:
             return
-        keys: dict[bytes, list[bytes]] = {}
+        keys = self.earlier.keys(session_id) if self.earlier is not None else {}
         for cold in blocks:
             if cold.disk:
                 keys.setdefault(cold.space.fingerprint, []).append(cold.key)
@@ -193,6 +201,8 @@ class DiskTier:
         files = self.files
         if files is None:
             return
+        if self.earlier is not None:
+            self.bytes -= self.earlier.drop(session_id)
 
         def work() -> None:
             try:
@@ -206,7 +216,7 @@ class DiskTier:
 
     def close(self) -> None:
         """Let what was begun end; nothing more is begun."""
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._workers.shutdown(wait=True)
         self._clerk.shutdown(wait=True)
 
 
@@ -235,16 +245,17 @@ def _header(cold: ColdBlock) -> BlockHeader:
     )
 
 
-def _from_header(header: BlockHeader, space: Space, holders: set[str], last_used: float, size: int) -> ColdBlock:
+def _cold(block: EarlierBlock, space: Space, last_used: float) -> ColdBlock:
+    header = block.stored.header
     return ColdBlock(
         key=header.key,
         parent=header.parent,
         token_ids=array("q", header.token_ids),
         depth=header.depth,
         space=space,
-        holders=holders,
+        holders=block.holders,
         last_used=last_used,
         preset=not header.salted,
         lossy=header.lossy,
-        disk=size,
+        disk=block.stored.bytes,
     )

@@ -48,6 +48,8 @@ class ColdTiers:
         self.host, self.host_rate = HostSlab(limits.host_kv or 0), MovingRate()
         self.disk = DiskTier(files, clock, wall, post)
         self._clock = clock
+        for session_id, last_used in self.disk.earlier_sessions().items():
+            self.sessions.remember(session_id, last_used)
 
     # --- what a tier may hold ---------------------------------------------------------------------------------------
 
@@ -88,6 +90,10 @@ class ColdTiers:
         entries = [
             self._entry(cold, tier) for cold in self.index if size(cold, tier) and not cold.reads and not cold.writing
         ]
+        if tier == "disk":
+            excess = self.disk.bytes + needed - limits.high_bytes
+            if gone := self.disk.let_earlier_go(excess, self.limits.disk_ttl):
+                self.journal.note("evicted", "of models that are not loaded", size=gone, source="disk")
         used = self.used(tier)
         for move in decide(self.policy, entries, limits, self._clock(), used=used, below=below, needed=needed):
             self._leave(tier, move)
@@ -288,9 +294,7 @@ class ColdTiers:
 
     def take_stock(self, space: Space) -> int:
         """Take in what the disk holds of a model from earlier runs; how many blocks."""
-        blocks, sessions = self.disk.stored(space) if self.has_disk else ([], {})
-        for session_id, last_used in sessions.items():
-            self.sessions.remember(session_id, last_used)
+        blocks = self.disk.served(space) if self.has_disk else []
         for cold in blocks:
             if self.index.get(cold.key) is None:
                 self.index.add(cold)

@@ -147,6 +147,35 @@ def test_other_weights_find_nothing(rigs: list[ColdRig], tmp_path: Path) -> None
     assert other.tiers.disk.bytes == sum(file.stat().st_size for file in tmp_path.rglob("*.kv")), "and count the others"
 
 
+def test_a_chat_with_a_model_that_is_not_loaded_is_deleted_too(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    follow(rig, PROMPT, "alice", salt=ALICE)
+    follow(rig, PROMPT, "bob", salt=BOB)
+    rig.save()
+    rig.close()
+    rigs.append(other := ColdRig(tmp_path, fingerprint=b"g" * 32))
+    follow(other, PROMPT, "bob", salt=BOB)
+    other.save()
+    other.tiers.drop("alice")
+    assert len(list(tmp_path.rglob("*.kv"))) == 18
+    other.tiers.drop("bob")
+    assert list(tmp_path.rglob("*.kv")) == []
+    assert other.tiers.disk.bytes == 0
+
+
+def test_models_that_are_not_loaded_give_way_on_disk(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    follow(rig, PROMPT)
+    rig.save()
+    rig.close()
+    rigs.append(other := ColdRig(tmp_path, disk_blocks=10, disk_low=1.0, fingerprint=b"g" * 32))
+    _, more = turn(other, PROMPT)
+    other.save()
+    assert len(list(tmp_path.rglob("*.kv"))) == 10, "one of the other model's is left"
+    other.flush()
+    assert other.sources(follow(other, more)) == (0, 0, 33, 4)
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_a_file_that_cannot_be_trusted_is_a_miss(rigs: list[ColdRig], tmp_path: Path, damage: str) -> None:
     rigs.append(rig := ColdRig(tmp_path))

@@ -1,0 +1,109 @@
+"""Blocks that earlier runs left on disk, of models that are not served yet: whose they are, and how they go.
+
+Their headers and the sessions' records say all that is known of them. The one owner of it until a model is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.cache.disk import BlockFiles
+from engine.cache.holders import SessionRecord
+from engine.cache.store import StoredBlock
+
+
+@dataclass
+class EarlierBlock:
+    """A block's file, who holds it, and the Unix time of its last use."""
+
+    stored: StoredBlock
+    holders: set[str]
+    used_at: float
+
+
+@dataclass
+class Earlier:
+    """Blocks by model and key. `sessions` are those that hold any, with the Unix time of their last use."""
+
+    files: BlockFiles
+    models: dict[bytes, dict[bytes, EarlierBlock]] = field(default_factory=dict)
+    sessions: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def found(cls, files: BlockFiles, records: Iterable[SessionRecord], now: float) -> Earlier:
+        """Read what is there; `now` is Unix time.
+
+        A record says who holds a block. The block's own header does where no record names it: then its session was
+        about to be noted when the engine ended.
+        """
+        earlier = cls(files)
+        holders: dict[bytes, dict[str, float]] = {}
+        for record in records:
+            earlier.sessions[record.session_id] = record.used_at
+            for keys in record.keys.values():
+                for key in keys:
+                    holders.setdefault(key, {})[record.session_id] = record.used_at
+        for fingerprint in files.usage():
+            blocks = earlier.models[fingerprint] = {}
+            for stored in files.scan(fingerprint):
+                whose = holders.get(stored.header.key) or dict.fromkeys(stored.header.holders, now)
+                used_at = max(whose.values(), default=now)
+                blocks[stored.header.key] = EarlierBlock(stored, set(whose), used_at)
+        return earlier
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of it."""
+        return sum(block.stored.bytes for blocks in self.models.values() for block in blocks.values())
+
+    def take(self, fingerprint: bytes) -> list[EarlierBlock]:
+        """A model is served from now on: what there is of it."""
+        return list(self.models.pop(fingerprint, {}).values())
+
+    def keys(self, session_id: str) -> dict[bytes, list[bytes]]:
+        """What a session holds here, by model."""
+        held = {
+            fingerprint: [key for key, block in blocks.items() if session_id in block.holders]
+            for fingerprint, blocks in self.models.items()
+        }
+        return {fingerprint: keys for fingerprint, keys in held.items() if keys}
+
+    def drop(self, session_id: str) -> int:
+        """Forget a session and delete what only it holds; the bytes that went. Raises what deleting raises."""
+        gone = 0
+        self.sessions.pop(session_id, None)
+        for fingerprint, blocks in self.models.items():
+            for key, block in list(blocks.items()):
+                block.holders.discard(session_id)
+                if not block.holders:
+                    self.files.delete(fingerprint, key)
+                    gone += blocks.pop(key).stored.bytes
+        return gone
+
+    def expire(self, before: float) -> int:
+        """Delete what was last used before this Unix time; the bytes that went."""
+        gone = 0
+        for fingerprint, blocks in self.models.items():
+            for key, block in list(blocks.items()):
+                if block.used_at < before:
+                    self.files.delete(fingerprint, key)
+                    gone += blocks.pop(key).stored.bytes
+        return gone
+
+    def give_way(self, wanted: int) -> int:
+        """Delete the blocks that were used longest ago until so many bytes have gone; how many went."""
+        oldest = sorted(
+            (
+                (block.used_at, -block.stored.header.depth, fingerprint, key)
+                for fingerprint, blocks in self.models.items()
+                for key, block in blocks.items()
+            )
+        )
+        gone = 0
+        for _, _, fingerprint, key in oldest:
+            if gone >= wanted:
+                break
+            self.files.delete(fingerprint, key)
+            gone += self.models[fingerprint].pop(key).stored.bytes
+        return gone
