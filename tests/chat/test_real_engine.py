@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -27,11 +28,10 @@ pytestmark = pytest.mark.timeout(240)
 
 @asynccontextmanager
 async def running(
-    store: Store, model: Path, cache: Path, *, in_thread: bool = True
+    store: Store, model: Path, cache: Path, *, in_thread: bool = True, **more: Any
 ) -> AsyncIterator[tuple[ChatService, EngineClient]]:
-    config = EngineConfig(
-        model=str(model), cache_dir=str(cache), dtype="float32", cache=CacheConfig(device_kv=64 * 2**20), threads=1
-    )
+    tiers = CacheConfig(device_kv=64 * 2**20, host_kv=16 * 2**20, disk_kv=64 * 2**20)
+    config = EngineConfig(model=str(model), cache_dir=str(cache), dtype="float32", cache=tiers, threads=1, **more)
     engine = EngineClient(config, in_thread=in_thread)
     await engine.start()
     service = ChatService(store, engine)
@@ -154,3 +154,26 @@ async def test_a_killed_engine_fails_the_turn_and_a_retry_succeeds(store, tiny_m
         retried = await (await service.retry(service.user.id, chat, TurnOptions(GREEDY, 4))).finished()
         assert retried.status == "complete"
         assert len(await store.children((await store.path(chat))[0].id, chat)) == 2
+
+
+async def test_a_chat_comes_back_from_disk_after_a_restart_and_a_deleted_one_leaves_it(store, tiny_model, tmp_path):
+    kv = tmp_path / "kv"
+    disk = {"kv_dir": str(kv), "force": "load"}
+    async with running(store, tiny_model, tmp_path, **disk) as (service, engine):
+        kept, gone = [(await service.create_session(service.user.id)).id for _ in range(2)]
+        for chat in (gone, kept):
+            first = await ask(service, chat, f"Words that {chat} alone has. " * 20, sampling=GREEDY, max_tokens=12)
+        async with asyncio.timeout(20):
+            while (await engine.snapshot()).saving_blocks:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        known = first.figures.prompt_tokens + first.figures.output_tokens - 1
+    async with running(store, tiny_model, tmp_path, **disk) as (service, engine):
+        async with asyncio.timeout(20):
+            while service.cache.warming or not (await engine.snapshot()).sessions:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        again = await ask(service, kept, "And?", sampling=GREEDY, max_tokens=4)
+        assert again.figures.reused_tokens == known  # nothing of it was read again
+        await service.delete_session(service.user.id, gone)
+        assert await store.cache.pending_drops() == []
+        assert gone not in (await engine.snapshot()).sessions
+        assert {event.session_id for event in await service.cache.events(1000)} <= {kept, None}
