@@ -232,10 +232,29 @@ class CacheEvent(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
 
 
+class TurnTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """A turn as a policy sees it, without its text: what the simulator of policies replays.
+
+    `at` is Unix time, `model` a fingerprint. `blocks` are the first eight bytes of each block's key, first to last, of
+    the prompt and the reply; the counts are tokens of the prompt by source, and of the reply.
+    """
+
+    at: float
+    session_id: str
+    model: str
+    blocks: bytes
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    computed_tokens: int
+    output_tokens: int
+
+
 class CacheLog(Message, frozen=True, kw_only=True):
-    """What happened to the cache since the last one; it answers nothing, and comes at most once a second."""
+    """What happened to the cache, and the turns that ended, since the last one; it comes at most once a second."""
 
     events: list[CacheEvent]
+    turns: list[TurnTrace] = msgspec.field(default_factory=list)
 
 
 class TierUsage(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ class Keeper:
         if not self._tiers.journal.pending or now < self._log_at:
             return []
         self._log_at = now + LOG_SECONDS
-        return [CacheLog(events=self._tiers.journal.take())]
+        return [CacheLog(events=self._tiers.journal.take(), turns=self._tiers.journal.take_turns())]
 
     def _gone(self) -> list[Event]:
         """The answers to drops whose last files have been written, and deleted."""

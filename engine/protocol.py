@@ -58,6 +58,7 @@ from engine.events import (
     Snapshot,
     TierUsage,
     Tokens,
+    TurnTrace,
     Usage,
 )
 
@@ -108,6 +109,7 @@ __all__ = [
     "Submit",
     "TierUsage",
     "Tokens",
+    "TurnTrace",
     "Usage",
     "decode_commands",
     "decode_events",

@@ -96,6 +96,11 @@ class Restoring:
             prompt = sequence.token_ids[: sequence.request.prompt_len]
             sequence.miss = self._residency.miss(sequence.request.scope, prompt, sequence.held.computed, restore)
 
+    def ended(self, sequence: Sequence) -> None:
+        """A running sequence ends: note what its turn has used."""
+        if self._residency is not None and sequence.lease is not None:
+            self._residency.ended(sequence.lease, sequence.usage(self._clock()))
+
     # --- ahead of time ------------------------------------------------------------------------------------------------
 
     def take_answers(self) -> list[Prefetched]:

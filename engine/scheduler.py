@@ -321,6 +321,7 @@ class Scheduler:
                 self._lines.wait(sample)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, detail: str = "") -> None:
+        self._restoring.ended(sequence)
         self._take_out(sequence)
         sequence.ended = True
         self._events.append(sequence.finished(reason, self._clock(), detail))

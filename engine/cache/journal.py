@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.config import Tier
-from engine.events import CacheAction, CacheEvent
+from engine.events import CacheAction, CacheEvent, TurnTrace, Usage
 
 GHOSTS = 100_000  # evicted keys that are remembered
+TRACED = 8  # bytes of a key in a trace: enough to tell blocks apart
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Journal:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._totals: dict[tuple[CacheAction, str, Tier | None, Tier | None, str], _Total] = {}
+        self._turns: list[TurnTrace] = []
         self._ghosts: OrderedDict[bytes, str] = OrderedDict()
 
     def note(
@@ -53,7 +55,7 @@ class Journal:
     @property
     def pending(self) -> bool:
         """Whether anything happened since it was taken last."""
-        return bool(self._totals)
+        return bool(self._totals or self._turns)
 
     def take(self) -> list[CacheEvent]:
         """What happened since the last call."""
@@ -72,6 +74,26 @@ class Journal:
             )
             for (action, session_id, source, target, reason), total in totals.items()
         ]
+
+    def turn(self, session_id: str, model: str, keys: Iterable[bytes], usage: Usage) -> None:
+        """A turn has ended on these blocks."""
+        trace = TurnTrace(
+            at=self._wall(),
+            session_id=session_id,
+            model=model,
+            blocks=b"".join(key[:TRACED] for key in keys),
+            device_tokens=usage.device_tokens,
+            host_tokens=usage.host_tokens,
+            disk_tokens=usage.disk_tokens,
+            computed_tokens=usage.computed_tokens,
+            output_tokens=usage.output_tokens,
+        )
+        self._turns.append(trace)
+
+    def take_turns(self) -> list[TurnTrace]:
+        """The turns that have ended since the last call."""
+        turns, self._turns = self._turns, []
+        return turns
 
     def bury(self, key: bytes, why: str) -> None:
         """No tier holds this block any more."""

@@ -21,7 +21,7 @@ from engine.cache.rates import MovingRate, Run, how_many_to_load
 from engine.cache.saver import Saver
 from engine.cache.tiers import WHY, WISHED, ColdTiers
 from engine.config import Force, Tier
-from engine.events import Miss, MissCause
+from engine.events import Miss, MissCause, Usage
 
 READ_AHEAD = 16  # blocks of one restore that are read at a time
 COPY_AT_ONCE = 8  # blocks between two looks at the clock
@@ -97,6 +97,12 @@ class Residency:
         if block.key is not None:
             fill = partial(self.space.codec.store, self._data(), block.id)
             self.tiers.keep(block, self.space, fill, reason)
+
+    def ended(self, lease: Lease, usage: Usage) -> None:
+        """A turn ends, and cost so much; its lease is still held."""
+        keys = [block.key for block in lease.blocks if block.token_ids]
+        model = self.space.fingerprint.hex()
+        self.tiers.journal.turn(lease.scope.session_id, model, [key for key in keys if key is not None], usage)
 
     def released(self, lease: Lease) -> None:
         """A turn, or a part of one, ends: note what it used, and that it is to be saved."""

@@ -135,6 +135,7 @@ class ColdTiers:
             fill(self.host.view(slot))
             self.host_rate.observe(space.codec.size, self._clock() - began)
             cold.host = slot
+            self._remove_beginnings(cold)
         elif cold.host is None:
             self.write(cold, fill)
         target: Tier | None = "host" if cold.host else "disk" if cold.disk or cold.writing else None
