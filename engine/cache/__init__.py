@@ -1,6 +1,6 @@
 """Where KV lives: blocks, the prefix index over them, and the manager that leases, publishes and forgets.
 
-Nothing here imports torch but `engine.cache.pool`, which is therefore imported by its own name.
+None of these names needs torch; the modules that hold or move bytes do, and are imported by their own names.
 """
 
 from engine.cache.block import Block, Lease, Scope

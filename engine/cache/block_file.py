@@ -21,14 +21,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+from isal.isal_zlib import crc32  # zlib's own takes 0.2 ms for an image of 737,280 bytes, this 0.01
 
 from engine.cache.files import is_of_the_file, open_private, write_whole
 from engine.errors import EngineError
-
-try:  # the same CRC-32: 0.01 ms for an image of 737,280 bytes where zlib takes 0.2 and reading it 0.05
-    from isal.isal_zlib import crc32  # type: ignore[import-not-found, unused-ignore]
-except ImportError:
-    from zlib import crc32
 
 FORMAT_VERSION = 1
 KEY_BYTES = 16

@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.cache import block as naming
 from engine.cache.block import Block, Scope, common_prefix
-from engine.cache.host import HostSlot
-from engine.cache.image import ImageCodec
+
+if TYPE_CHECKING:  # they need torch
+    from engine.cache.host import HostSlot
+    from engine.cache.image import ImageCodec
 
 
 @dataclass(frozen=True, eq=False)

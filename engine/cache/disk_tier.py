@@ -12,14 +12,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import torch
-
 from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk import BlockFiles
 from engine.cache.earlier import Earlier, EarlierBlock
 from engine.cache.holders import HolderFiles, SessionRecord
 from engine.cache.host import HostSlab, HostSlot
+from engine.cache.image import Tensor
 from engine.cache.rates import MovingRate
 from engine.cache.write_budget import WriteBudget
 from engine.errors import EngineError
@@ -30,7 +29,7 @@ PAUSE_S = 60.0  # after a write that failed, until the next is tried
 
 log = logging.getLogger(__name__)
 Post = Callable[[Callable[[], None]], None]
-Fill = Callable[[torch.Tensor], None]
+Fill = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def file_bytes(image: int) -> int:
     return ALIGNMENT + -(-image // ALIGNMENT) * ALIGNMENT
 
 
-def _memory(image: torch.Tensor) -> memoryview:
+def _memory(image: Tensor) -> memoryview:
     view: memoryview = image.numpy().data
     return view
 

@@ -16,6 +16,8 @@ TINY = torch.finfo(torch.float32).tiny
 
 Bytes: TypeAlias = "np.ndarray | torch.Tensor"  # an array where both ends are in RAM
 
+Tensor = torch.Tensor  # for those who hand images and pools on, and need nothing else of torch
+
 
 class ImageCodec:
     """Copies blocks of one shape and dtype out of a pool into *block images*, and back.

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-
-import torch
+from itertools import islice
 
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.cold import ColdBlock, Piece, Space, chain_hash
+from engine.cache.disk_tier import Fill
 from engine.cache.host import HostSlot
+from engine.cache.image import Tensor
 from engine.cache.manager import BlockManager
 from engine.cache.policy import Entry, decide
 from engine.cache.rates import MovingRate, Run, how_many_to_load
@@ -69,7 +70,7 @@ class Residency:
         self,
         space: Space,
         tiers: ColdTiers,
-        data: Callable[[], torch.Tensor],
+        data: Callable[[], Tensor],
         clock: Callable[[], float],
         force: Force | None = None,
     ) -> None:
@@ -95,8 +96,7 @@ class Residency:
     def keep(self, block: Block, reason: str = WHY["pressure"]) -> None:
         """A block is about to leave the device: offer it to the tiers below."""
         if block.key is not None:
-            fill = partial(self.space.codec.store, self._data(), block.id)
-            self.tiers.keep(block, self.space, fill, reason)
+            self.tiers.keep(block, self.space, self._copy_of(block), reason)
 
     def ended(self, lease: Lease, usage: Usage) -> None:
         """A turn ends, and cost so much; its lease is still held."""
@@ -129,8 +129,11 @@ class Residency:
         cold = self.tiers.index.get(key)
         if block is None:
             return cold is not None and self.tiers.copy_down(cold)
-        fill = partial(self.space.codec.store, self._data(), block.id)
-        return self.tiers.write(cold or ColdBlock.of(block, self.space), fill)
+        return self.tiers.write(cold or ColdBlock.of(block, self.space), self._copy_of(block))
+
+    def _copy_of(self, block: Block) -> Fill:
+        """What copies a block's own tokens to an image; its other slots may hold what was another chat's."""
+        return partial(self.space.codec.store, self._data(), block.id, tokens=len(block.token_ids))
 
     def blocks(self) -> list[Block]:
         """Every block of the pool that is in use."""
@@ -204,22 +207,15 @@ class Residency:
         """Bring what is there by `until` on the clock; what has come. The restore is over when no pieces are left."""
         came: list[Restored] = []
         self._read_ahead(restore)
-        copied = 0
-        while restore.pieces:
-            piece = restore.pieces[0]
-            if copied and copied % COPY_AT_ONCE == 0 and self._clock() >= until:
-                break
-            if piece.end <= lease.computed:  # another sequence has brought it meanwhile
+        while restore.pieces and not (came and self._clock() >= until):
+            while restore.pieces and restore.pieces[0].end <= lease.computed:  # another has brought it meanwhile
                 self._let_go(restore, restore.pieces.popleft())
-                continue
-            tier = self._bring(restore, piece, lease)
-            if tier is None:
+            pieces = self._at_hand(restore)
+            if not pieces:
                 break
-            copied += 1
-            came.append(Restored(lease.computed, piece.end, tier))
-            self._books.commit(lease, token_ids[lease.computed : piece.end])
-            lease.reused = lease.computed
-            self._let_go(restore, restore.pieces.popleft())
+            came += self._copy(restore, pieces, lease, token_ids)
+            for _ in pieces:
+                self._let_go(restore, restore.pieces.popleft())
             self._read_ahead(restore)
         return came
 
@@ -229,33 +225,52 @@ class Residency:
         while restore.pieces:
             self._let_go(restore, restore.pieces.popleft())
 
-    def _bring(self, restore: Restore, piece: Piece, lease: Lease) -> Tier | None:
-        """Copy one block to its place; the tier that it came from, None when it is not there yet or never will be."""
-        cold, codec = piece.cold, self.space.codec
-        block = lease.blocks[lease.computed // self.space.block_size]
-        size = codec.size
-        tier: Tier
-        if cold.host is not None:
-            began, tier = self._clock(), "host"
-            codec.load(self.tiers.host.view(cold.host), self._data(), block.id)
-            self.tiers.host_rate.observe(size, self._clock() - began)
-        elif cold.key in restore.ready:
-            tier = "disk"
-            slot = restore.ready.pop(cold.key)
-            codec.load(self.tiers.disk.staging.view(slot), self._data(), block.id)
-            self.tiers.disk.staging.give_back(slot)
-        elif cold.disk:
-            return None  # on its way, or waiting for room to be read into
-        else:
-            restore.failed = restore.failed or self.tiers.journal.fate(cold.key) or "its copy is gone"
+    def _at_hand(self, restore: Restore) -> list[Piece]:
+        """The next pieces that can be copied now, all from one tier. One that never will be ends the restore."""
+        pieces: list[Piece] = []
+        for piece in islice(restore.pieces, COPY_AT_ONCE):
+            if _tier(restore, piece) != _tier(restore, restore.pieces[0]) or _tier(restore, piece) is None:
+                break
+            pieces.append(piece)
+        if restore.pieces and not pieces and not restore.pieces[0].cold.disk:
+            restore.failed = restore.failed or "its copy is gone"
             self.abandon(restore)
-            return None
-        block.lossy = block.lossy or cold.lossy
-        cold.last_used = self._clock()
+        return pieces
+
+    def _copy(
+        self, restore: Restore, pieces: Sequence[Piece], lease: Lease, token_ids: Sequence[int]
+    ) -> list[Restored]:
+        """Copy pieces to their places, and publish them there."""
+        tier = _tier(restore, pieces[0]) or "host"
+        first, began = lease.computed // self.space.block_size, self._clock()
+        blocks = lease.blocks[first : first + len(pieces)]
+        images = [self._image(restore, piece) for piece in pieces]
+        self.space.codec.load_many(images, self._data(), [block.id for block in blocks])
+        amount = len(pieces) * self.space.codec.size
+        if tier == "host":
+            self.tiers.host_rate.observe(amount, self._clock() - began)
+        came = []
+        for block, piece in zip(blocks, pieces, strict=True):
+            block.lossy = block.lossy or piece.cold.lossy
+            piece.cold.last_used = began
+            came.append(Restored(lease.computed, piece.end, tier))
+            self._books.commit(lease, token_ids[lease.computed : piece.end])
+            lease.reused = lease.computed
         self.tiers.journal.note(
-            "promoted", "a chat goes on", size=size, source=tier, target="device", holders=cold.holders
+            "promoted",
+            "a chat goes on",
+            size=amount,
+            blocks=len(pieces),
+            source=tier,
+            target="device",
+            holders=[lease.scope.session_id],
         )
-        return tier
+        return came
+
+    def _image(self, restore: Restore, piece: Piece) -> Tensor:
+        if piece.cold.host is not None:
+            return self.tiers.host.view(piece.cold.host)
+        return self.tiers.disk.staging.view(restore.ready[piece.cold.key])
 
     def _read_ahead(self, restore: Restore) -> None:
         for piece in list(restore.pieces)[:READ_AHEAD]:
@@ -340,3 +355,10 @@ class Residency:
         if use is not None and position < use.tokens:
             return Miss(position=position, cause="diverged")
         return Miss(position=position, cause="new")
+
+
+def _tier(restore: Restore, piece: Piece) -> Tier | None:
+    """Where a piece can be copied from now; None: it is on its way, or gone."""
+    if piece.cold.host is not None:
+        return "host"
+    return "disk" if piece.cold.key in restore.ready else None

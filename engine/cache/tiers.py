@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from engine.cache.block import Block
 from engine.cache.cold import ColdBlock, ColdIndex, Space
 from engine.cache.disk_tier import DiskTier, Files, Fill, Post, file_bytes
 from engine.cache.host import HostSlab, HostSlot
+from engine.cache.image import Tensor
 from engine.cache.journal import Journal
 from engine.cache.policy import Entry, Move, Policy, Reason, TierLimits, decide, policy_named
 from engine.cache.rates import MovingRate
@@ -172,7 +171,7 @@ class ColdTiers:
         """Begin to write a block's file from host; False: not now, or it is there."""
         return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host))
 
-    def _copy_from_host(self, slot: HostSlot, image: torch.Tensor) -> None:
+    def _copy_from_host(self, slot: HostSlot, image: Tensor) -> None:
         image.copy_(self.host.view(slot))
 
     def _written(self, cold: ColdBlock, error: EngineError | None) -> None:
