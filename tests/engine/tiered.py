@@ -19,7 +19,7 @@ from engine.cache.holders import SessionRecord
 from engine.cache.records import read_record
 from engine.client import EngineClient, new_request_id
 from engine.config import CacheConfig, EngineConfig
-from engine.protocol import CacheEvent, Finished, Rejected, Submit, Tokens, Usage
+from engine.protocol import CacheEvent, Dropped, Finished, FinishReason, Rejected, Submit, Tokens, Usage
 from tests.engine.model.tiny import config_of, save
 
 BLOCK, NEW, CONTEXT = 8, 10, 512  # tokens: of a block, of a reply
@@ -43,6 +43,7 @@ class Turn(NamedTuple):
     known: list[int]
     sources: Sources
     usage: Usage
+    reason: FinishReason
 
 
 def model(folder: Path, name: str = "llama", **changes: Any) -> Path:
@@ -66,7 +67,7 @@ class Driven:
     def __init__(self, config: EngineConfig, *, in_thread: bool = True) -> None:
         self.client = EngineClient(config, in_thread=in_thread)
         self.told: list[CacheEvent] = []
-        self.client.on_cache_events = self.told.extend
+        self.client.on_cache_log = lambda log: self.told.extend(log.events)
         self._used: dict[str, float] = {}
 
     async def turn(self, ids: list[int], session: str = "s", new: int = NEW, **fields: Any) -> Turn:
@@ -81,10 +82,12 @@ class Driven:
                 reply += event.token_ids
             assert not isinstance(event, Rejected), event
             if isinstance(event, Finished):
-                usage = event.usage
+                end = event
+        usage = end.usage
         found = Sources(usage.device_tokens, usage.host_tokens, usage.disk_tokens, usage.computed_tokens)
-        assert sum(found) == usage.prompt_tokens == len(ids)
-        return Turn(reply, [*ids, *reply], found, usage)
+        assert sum(found) == usage.prompt_tokens
+        assert usage.prompt_tokens == len(ids) or end.reason == "cancelled"
+        return Turn(reply, [*ids, *reply], found, usage, end.reason)
 
     async def saved(self) -> None:
         """Wait until the last turn of every session is on disk, and noted as its own."""
@@ -95,6 +98,16 @@ class Driven:
             return {record.session_id: record.used_at for record in records}
 
         await until(lambda: all(noted().get(name, 0.0) >= used for name, used in self._used.items()))
+
+    async def running(self) -> None:
+        """Wait until a request runs."""
+        while not (await self.client.snapshot()).running:
+            pass
+
+    async def drop(self, session: str) -> Dropped:
+        """Delete a chat."""
+        self._used.pop(session, None)
+        return await self.client.drop(session)
 
     async def leave(self, session: str, tier: str) -> None:
         """Have a session's blocks lie in this tier alone: "device", "host", "disk", or "none"."""
