@@ -25,7 +25,6 @@ from engine.config import CacheConfig, EngineConfig, Tier
 from engine.errors import EngineUnavailable, ModelLoadError
 from engine.hosting import process_channel, thread_channel
 from engine.protocol import (
-    CacheEvent,
     CacheLog,
     Cancel,
     Capabilities,
@@ -86,7 +85,7 @@ class EngineClient:
     def __init__(
         self, config: EngineConfig, *, in_thread: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.on_cache_events: Callable[[list[CacheEvent]], None] | None = None  # told what happens to the cache
+        self.on_cache_log: Callable[[CacheLog], None] | None = None  # told what happens to the cache
         self._config = config
         self._in_thread = in_thread
         self._clock = clock
@@ -358,8 +357,8 @@ class EngineClient:
             case LoadFailed():
                 self._set(EngineState("failed", message=event.message))
             case CacheLog():
-                if self.on_cache_events is not None:
-                    self.on_cache_events(event.events)
+                if self.on_cache_log is not None:
+                    self.on_cache_log(event)
             case Progress() | Tokens() | Finished() | Rejected():
                 stream = self._streams.get(event.request_id)
                 if stream is not None:

@@ -32,6 +32,7 @@ from engine.residents import Residents
 from engine.words import size
 
 LAST_SECONDS = 0.2  # for copying what is unsaved at the end
+GRACE_S = 60.0  # after the start, in which the web side says what is pinned, before anything expires
 LOG_SECONDS = 1.0  # between two messages of what happened
 IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
@@ -46,7 +47,8 @@ class Keeper:
 
     def __init__(self, residents: Residents, clock: Callable[[], float]) -> None:
         self._residents, self._tiers, self._clock = residents, residents.tiers, clock
-        self._look_at: dict[Tier, float] = {}
+        now = clock()
+        self._look_at = dict.fromkeys(TIERS, now + GRACE_S)
         self._log_at = 0.0
         self._more = False  # something can be saved at once
         self._leaving: list[tuple[Dropped, list[ColdBlock]]] = []
@@ -86,7 +88,7 @@ class Keeper:
     def _due(self, tier: Tier, now: float) -> bool:
         """Whether it is time to look for what has expired in a tier; then the next time is some way off."""
         ttl = self._ttl(tier)
-        if ttl is None or now < self._look_at.get(tier, 0.0):
+        if ttl is None or now < self._look_at[tier]:
             return False
         self._look_at[tier] = now + _interval(ttl)
         return True

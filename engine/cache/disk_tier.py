@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk import BlockFiles
-from engine.cache.earlier import Earlier, EarlierBlock
+from engine.cache.earlier import Earlier, EarlierBlock, Stays
 from engine.cache.holders import HolderFiles, SessionRecord
 from engine.cache.host import HostSlab, HostSlot
 from engine.cache.image import Tensor
@@ -24,6 +24,7 @@ from engine.cache.write_budget import WriteBudget
 from engine.errors import EngineError
 
 STAGING_BYTES = 64 * 2**20  # of blocks on their way
+STAGED = 4  # blocks that can be on their way at least, however large they are
 WORKERS = 2
 PAUSE_S = 60.0  # after a write that failed, until the next is tried
 
@@ -49,6 +50,7 @@ class DiskTier:
         self.earlier = Earlier.found(files.blocks, files.holders.load_all(), wall()) if files is not None else None
         self.bytes = self.earlier.size if self.earlier is not None else 0
         self.saving = self.loading = 0  # blocks on their way
+        self.read_at = 0.0  # when a read ended last
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
         self._clerk = ThreadPoolExecutor(1, thread_name_prefix="disk-tier-records")  # one: records keep their order
@@ -124,7 +126,8 @@ class DiskTier:
                 self.staging.give_back(slot)
                 done(None, why)
             else:
-                self.rate.observe(size, (self._clock() - began) / WORKERS)
+                self.read_at = self._clock()
+                self.rate.observe(size, (self.read_at - began) / WORKERS)
                 done(slot, "")
 
         self._workers.submit(work)
@@ -149,6 +152,7 @@ class DiskTier:
 
     def served(self, space: Space) -> list[ColdBlock]:
         """A model is served from now on: what earlier runs have kept of it."""
+        self.staging.resize(max(self.staging.budget, STAGED * space.codec.size))
         blocks = self.earlier.take(space.fingerprint) if self.earlier is not None else []
         return [_cold(block, space, self._on_clock(block.used_at)) for block in blocks]
 
@@ -157,15 +161,15 @@ class DiskTier:
         sessions = self.earlier.sessions if self.earlier is not None else {}
         return {session_id: self._on_clock(used_at) for session_id, used_at in sessions.items()}
 
-    def let_earlier_go(self, wanted: int, ttl: float | None) -> int:
+    def let_earlier_go(self, wanted: int, ttl: float | None, stays: Stays) -> int:
         """Delete blocks of models that are not served: those older than `ttl` seconds, then until `wanted` bytes went.
 
-        The bytes that went.
+        Not what `stays` for its holders. The bytes that went.
         """
         if self.earlier is None:
             return 0
-        gone = self.earlier.expire(self._wall() - ttl) if ttl is not None else 0
-        gone += self.earlier.give_way(wanted - gone) if wanted > gone else 0
+        gone = self.earlier.expire(self._wall() - ttl, stays) if ttl is not None else 0
+        gone += self.earlier.give_way(wanted - gone, stays) if wanted > gone else 0
         self.bytes -= gone
         return gone
 

@@ -5,12 +5,14 @@ Their headers and the sessions' records say all that is known of them. The one o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.cache.disk import BlockFiles
 from engine.cache.holders import SessionRecord
 from engine.cache.store import StoredBlock
+
+Stays = Callable[[set[str]], bool]
 
 
 @dataclass
@@ -81,24 +83,23 @@ class Earlier:
                     gone += blocks.pop(key).stored.bytes
         return gone
 
-    def expire(self, before: float) -> int:
-        """Delete what was last used before this Unix time; the bytes that went."""
+    def expire(self, before: float, stays: Stays) -> int:
+        """Delete what was last used before this Unix time, unless it `stays` for its holders; the bytes that went."""
         gone = 0
         for fingerprint, blocks in self.models.items():
             for key, block in list(blocks.items()):
-                if block.used_at < before:
+                if block.used_at < before and not stays(block.holders):
                     self.files.delete(fingerprint, key)
                     gone += blocks.pop(key).stored.bytes
         return gone
 
-    def give_way(self, wanted: int) -> int:
+    def give_way(self, wanted: int, stays: Stays) -> int:
         """Delete the blocks that were used longest ago until so many bytes have gone; how many went."""
         oldest = sorted(
-            (
-                (block.used_at, -block.stored.header.depth, fingerprint, key)
-                for fingerprint, blocks in self.models.items()
-                for key, block in blocks.items()
-            )
+            (block.used_at, -block.stored.header.depth, fingerprint, key)
+            for fingerprint, blocks in self.models.items()
+            for key, block in blocks.items()
+            if not stays(block.holders)
         )
         gone = 0
         for _, _, fingerprint, key in oldest:

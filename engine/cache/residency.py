@@ -18,7 +18,7 @@ from engine.cache.host import HostSlot
 from engine.cache.image import Tensor
 from engine.cache.manager import BlockManager
 from engine.cache.policy import Entry, decide
-from engine.cache.rates import MovingRate, Run, how_many_to_load
+from engine.cache.rates import Run, how_many_to_load
 from engine.cache.saver import Saver
 from engine.cache.tiers import WHY, WISHED, ColdTiers
 from engine.config import Force, Tier
@@ -26,17 +26,19 @@ from engine.events import Miss, MissCause, Usage
 
 READ_AHEAD = 16  # blocks of one restore that are read at a time
 COPY_AT_ONCE = 8  # blocks between two looks at the clock
+PATIENCE_S, PATIENCE = 2.0, 2.0  # seconds without an answer, or times what computing the rest takes
 
 
 @dataclass(eq=False)
 class Restore:
     """The blocks of one sequence that come to the device from below, first to last.
 
-    `ready` are those read from files, by key. `failed` says why the rest was given up. `waited_s` grows until the end.
+    `ready` are those read from files, by key. `failed` says why the rest was given up. The last came at `moved_at`.
     """
 
     pieces: deque[Piece]
     began: float
+    moved_at: float
     slower: bool = False
     failed: str = ""
     reading: dict[bytes, None] = field(default_factory=dict)
@@ -198,7 +200,8 @@ class Residency:
         if not pieces:
             return None
         worth = self._worth(pieces, start, len(token_ids))
-        restore = Restore(deque(pieces[:worth]), self._clock(), slower=worth < len(pieces))
+        now = self._clock()
+        restore = Restore(deque(pieces[:worth]), now, now, slower=worth < len(pieces))
         for piece in restore.pieces:
             piece.cold.reads += 1
         return restore
@@ -212,8 +215,10 @@ class Residency:
                 self._let_go(restore, restore.pieces.popleft())
             pieces = self._at_hand(restore)
             if not pieces:
+                self._lose_patience(restore, lease, len(token_ids))
                 break
             came += self._copy(restore, pieces, lease, token_ids)
+            restore.moved_at = self._clock()
             for _ in pieces:
                 self._let_go(restore, restore.pieces.popleft())
             self._read_ahead(restore)
@@ -224,6 +229,13 @@ class Residency:
         restore.abandoned = True
         while restore.pieces:
             self._let_go(restore, restore.pieces.popleft())
+
+    def _lose_patience(self, restore: Restore, lease: Lease, total: int) -> None:
+        """Give up on a disk that takes far longer to answer than computing what is left would."""
+        compute_s = self.space.compute_s(lease.computed, total - lease.computed) or 0.0
+        if restore.pieces and self._clock() - restore.moved_at > max(PATIENCE_S, PATIENCE * compute_s):
+            restore.failed = "the disk did not answer in time"
+            self.abandon(restore)
 
     def _at_hand(self, restore: Restore) -> list[Piece]:
         """The next pieces that can be copied now, all from one tier. One that never will be ends the restore."""
@@ -248,7 +260,7 @@ class Residency:
         self.space.codec.load_many(images, self._data(), [block.id for block in blocks])
         amount = len(pieces) * self.space.codec.size
         if tier == "host":
-            self.tiers.host_rate.observe(amount, self._clock() - began)
+            self.tiers.copied(amount, began)
         came = []
         for block, piece in zip(blocks, pieces, strict=True):
             block.lossy = block.lossy or piece.cold.lossy
@@ -284,8 +296,9 @@ class Residency:
     def _was_read(self, restore: Restore, cold: ColdBlock, slot: HostSlot | None, why: str) -> None:
         restore.reading.pop(cold.key, None)
         if slot is None:
-            self.tiers.quarantine(cold, why)
             restore.failed = why
+            if cold.disk:  # else its chat has been deleted meanwhile
+                self.tiers.quarantine(cold, why)
         elif restore.abandoned:
             self.tiers.disk.staging.give_back(slot)
         else:
@@ -297,16 +310,13 @@ class Residency:
         if slot is not None:
             self.tiers.disk.staging.give_back(slot)
 
-    def _rate(self, tier: Tier) -> MovingRate:
-        return self.tiers.host_rate if tier == "host" else self.tiers.disk.rate
-
     def _worth(self, pieces: Sequence[Piece], start: int, total: int) -> int:
         """How many of these blocks to load; computing the others is quicker."""
         size = self.space.codec.size
         runs: list[Run] = []
         for piece in pieces:
             tier: Tier = "host" if piece.cold.host is not None else "disk"
-            seconds = self._rate(tier).seconds_for(size)
+            seconds = self.tiers.load_s(tier, size)
             runs.append(Run(tier, 1, seconds))
         positions = [start, *(piece.end for piece in pieces)]
         return how_many_to_load(
@@ -327,7 +337,7 @@ class Residency:
             tier: Tier = "host" if piece.cold.host is not None else "disk"
             counts[tier] += piece.end - position
             position = piece.end
-            load_s = self._rate(tier).seconds_for(self.space.codec.size)
+            load_s = self.tiers.load_s(tier, self.space.codec.size)
             seconds = None if seconds is None or load_s is None else seconds + load_s
         compute_s = self.space.compute_s(position, len(token_ids) - position)
         total = None if seconds is None or compute_s is None else seconds + compute_s

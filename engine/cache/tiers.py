@@ -25,6 +25,7 @@ from engine.events import CacheAction, TierUsage
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 COLD: tuple[Tier, ...] = ("host", "disk")
+PROBE_S = 300.0  # after which a tier that was found slow is tried again
 WISHED = "a person wished it"
 WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
 
@@ -44,7 +45,7 @@ class ColdTiers:
         self.index, self.sessions, self.journal = ColdIndex(), Sessions(), Journal(wall)
         self.limits = limits
         self.policy: Policy = policy_named(limits.policy)
-        self.host, self.host_rate = HostSlab(limits.host_kv or 0), MovingRate()
+        self.host, self.host_rate, self.host_at = HostSlab(limits.host_kv or 0), MovingRate(), 0.0
         self.disk = DiskTier(files, clock, wall, post)
         self._clock = clock
         for session_id, last_used in self.disk.earlier_sessions().items():
@@ -91,7 +92,7 @@ class ColdTiers:
         ]
         if tier == "disk":
             excess = self.disk.bytes + needed - limits.high_bytes
-            if gone := self.disk.let_earlier_go(excess, self.limits.disk_ttl):
+            if gone := self.disk.let_earlier_go(excess, self.limits.disk_ttl, self.sessions.pinned):
                 self.journal.note("evicted", "of models that are not loaded", size=gone, source="disk")
         used = self.used(tier)
         for move in decide(self.policy, entries, limits, self._clock(), used=used, below=below, needed=needed):
@@ -132,7 +133,7 @@ class ColdTiers:
         if cold.host is None and (slot := self._slot_in_host(space.codec.size)) is not None:
             began = self._clock()
             fill(self.host.view(slot))
-            self.host_rate.observe(space.codec.size, self._clock() - began)
+            self.copied(space.codec.size, began)
             cold.host = slot
             self._remove_beginnings(cold)
         elif cold.host is None:
@@ -153,6 +154,11 @@ class ColdTiers:
         for session_id in block.holders - cold.holders:
             self.index.hold(cold, session_id)
         told("demoted", reason, target=target)
+
+    def copied(self, amount: int, began: float) -> None:
+        """So many bytes were copied between device and host, from `began` until now."""
+        self.host_at = self._clock()
+        self.host_rate.observe(amount, self.host_at - began)
 
     def write(self, cold: ColdBlock, fill: Fill) -> bool:
         """Begin to write a block's file from what `fill` copies; False: not now, or it is there."""
@@ -298,10 +304,16 @@ class ColdTiers:
         for cold in blocks:
             if self.index.get(cold.key) is None:
                 self.index.add(cold)
-        self.enforce("disk")
+        if not self.tier_limits("disk").fits(self.disk.bytes):
+            self.enforce("disk")
         return len(blocks)
 
     # --- what can be seen ---------------------------------------------------------------------------------------------
+
+    def load_s(self, tier: Tier, amount: int) -> float | None:
+        """How long copying so many bytes from a tier takes; None: nobody has tried lately."""
+        rate, measured_at = (self.host_rate, self.host_at) if tier == "host" else (self.disk.rate, self.disk.read_at)
+        return rate.seconds_for(amount) if self._clock() - measured_at < PROBE_S else None
 
     def usage(self, tier: Tier) -> TierUsage:
         """The ledger's line of host or disk."""

@@ -44,9 +44,11 @@ class ColdRig(Rig):
         context_length: int = 512,
         force: Force | None = "load",
         fingerprint: bytes = FINGERPRINT,
+        now: float = 0.0,
         **limits: Any,
     ) -> None:
         super().__init__(blocks, block_size, max_batch_tokens, context_length)
+        self.now = now
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         codec = ImageCodec(LAYERS, block_size, 1, 2, torch.float64, "auto")
         self.image_bytes = codec.size

@@ -5,6 +5,7 @@ The fake model recomputes every digest from what it reads, so that a wrong, shif
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from engine.protocol import Miss, Prefetch
 from tests.engine.cold_rig import ColdRig
+from tests.engine.rig import Rig
 
 PROMPT = list(range(1, 31))  # 7 blocks of 4, and 2 tokens
 ALICE, BOB = b"a" * 16, b"b" * 16
@@ -349,6 +351,45 @@ def test_a_full_disk_stops_saving_and_harms_no_chat(
     follow(rig, more)
     rig.save()
     assert len(rig.cold()) > 0, "a minute later it is tried again"
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(
+    rigs: list[ColdRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    _, more = turn(rig, PROMPT)
+    rig.save()
+    rig.flush()
+    files, answer = rig.tiers.disk.files, threading.Event()
+    assert files is not None
+    read = files.blocks.read
+    monkeypatch.setattr(files.blocks, "read", lambda *of: answer.wait(10) and read(*of))
+    request_id = rig.submit(more)
+    for _ in range(12):
+        rig.note_ends()
+        Rig.step(rig)
+    assert rig.sources(request_id) == (0, 0, 0, 37)
+    miss = rig.finished[request_id][0].usage.miss
+    assert miss is not None
+    assert (miss.cause, miss.detail) == ("unreadable", "the disk did not answer in time")
+    answer.set()
+    while rig.tiers.disk.loading:
+        rig.posted.get(timeout=10)()
+    assert rig.tiers.disk.staging.used_bytes == 0
+
+
+def test_what_was_pinned_outlives_a_long_pause(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    _, more = turn(rig, PROMPT, "kept")
+    follow(rig, [60, *PROMPT[1:]], "other")
+    rig.save()
+    rig.close()
+    rigs.append(later := ColdRig(tmp_path, disk_ttl=100.0, now=1000.0))
+    assert {holder for cold in later.cold() for holder in cold.holders} == {"kept", "other"}
+    later.tiers.sessions.wish("kept", later.now, pinned=True, ttl=None)
+    later.tiers.enforce("disk")
+    assert {holder for cold in later.cold() for holder in cold.holders} == {"kept"}
+    assert later.sources(follow(later, more, "kept")) == (0, 0, 33, 4)
 
 
 def test_what_is_larger_than_a_tier_pushes_nobody_out(rigs: list[ColdRig]) -> None:
