@@ -1,19 +1,22 @@
-"""The administrator's routes: what happened to the cache, pins and times to live, what a turn would cost.
+"""The administrator's routes: what happened to the cache, a trace of turns, pins, what a turn would cost.
 
 Knows HTTP and the service. Like all routes they stand behind `chat.guard`; their errors have the form of all refusals.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response, StreamingResponse
 
 from chat.bodies import parsed
 from chat.service import ChatService
-from storage.cache_tables import MOST_EVENTS
+from storage.cache_tables import MOST_EVENTS, MOST_TURNS
+from storage.records import TraceRecord
 
 
 class PinBody(BaseModel):
@@ -42,13 +45,19 @@ class EstimateBody(BaseModel):
 
 
 def admin_router(service: ChatService) -> APIRouter:
-    """GET /api/admin/events; POST /api/admin/sessions/{id}/pin and /ttl, and /api/admin/estimate."""
+    """GET /api/admin/events and /trace; POST /api/admin/sessions/{id}/pin and /ttl, and /api/admin/estimate."""
     router = APIRouter(prefix="/api/admin", include_in_schema=False)
 
     @router.get("/events")
     async def events(limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100) -> dict[str, Any]:
         """The last things that happened to the cache, the newest last. They hold no text."""
         return {"events": [asdict(event) for event in await service.cache.events(limit)]}
+
+    @router.get("/trace")
+    async def trace(limit: Annotated[int, Query(ge=1, le=MOST_TURNS)] = 1000) -> Response:
+        """The last turns as a cache policy sees them, the last to end last: a line of JSON each, without text."""
+        turns = await service.cache.trace(limit)
+        return StreamingResponse((_line(turn) for turn in turns), media_type="application/x-ndjson")
 
     @router.post("/sessions/{session_id}/pin")
     async def pin(session_id: str, request: Request) -> dict[str, Any]:
@@ -81,3 +90,8 @@ def admin_router(service: ChatService) -> APIRouter:
         }
 
     return router
+
+
+def _line(turn: TraceRecord) -> str:
+    """A turn as a line of JSON; each block is 16 hexadecimal digits of `blocks`."""
+    return json.dumps(asdict(turn) | {"blocks": turn.blocks.hex()}) + "\n"

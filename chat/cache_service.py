@@ -19,7 +19,7 @@ from chat.warmth import Warmth
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from storage.errors import StorageError
-from storage.records import CacheEventRecord, SessionRecord, UserRecord
+from storage.records import CacheEventRecord, SessionRecord, TraceRecord, UserRecord
 from storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,12 @@ class CacheService:
         """Listen to the engine, and tell it what is remembered whenever it is ready anew; warm the chats of `user`."""
         self._user = user
         await self._log.start()
-        self._engine.on_cache_events = self._log.take
+        self._engine.on_cache_log = self._log.take
         self._chores = [asyncio.create_task(self._follow())]
 
     async def close(self) -> None:
         """End what runs, and write what the engine told."""
-        self._engine.on_cache_events = None
+        self._engine.on_cache_log = None
         tasks = [*self._chores, *([self._settling] if self._settling else [])]
         for task in tasks:
             task.cancel()
@@ -59,6 +59,10 @@ class CacheService:
     async def events(self, limit: int) -> list[CacheEventRecord]:
         """The last things that happened to the cache, the newest last."""
         return await self._log.events(limit)
+
+    async def trace(self, limit: int) -> list[TraceRecord]:
+        """The last turns as a cache policy sees them, the last to end last."""
+        return await self._log.trace(limit)
 
     # --- what is to be kept -----------------------------------------------------------------------------------------
 

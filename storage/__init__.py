@@ -27,6 +27,7 @@ from storage.records import (
     ModelRecord,
     SessionRecord,
     SessionSummary,
+    TraceRecord,
     TurnRecord,
     UserRecord,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "StorageError",
     "Store",
     "StoreClosed",
+    "TraceRecord",
     "TurnRecord",
     "UnknownMessage",
     "UnknownSession",

@@ -176,6 +176,23 @@ class CacheEventRow(Base):
     reason: Mapped[str]
 
 
+class TraceRow(Base):
+    """One turn as a cache policy sees it, without text or token ids. Numbered as they ended."""
+
+    __tablename__ = "trace"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[float]
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id", ondelete="CASCADE"), index=True)
+    model: Mapped[str]
+    device_tokens: Mapped[int]
+    host_tokens: Mapped[int]
+    disk_tokens: Mapped[int]
+    computed_tokens: Mapped[int]
+    output_tokens: Mapped[int]
+    blocks: Mapped[bytes]
+
+
 class PendingDropRow(Base):
     """A session that was deleted here, and that the engine has still to forget."""
 

@@ -158,6 +158,25 @@ class CacheEventRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceRecord:
+    """A turn as a cache policy sees it: the tokens of its prompt by source, and those of its reply.
+
+    `blocks` are eight bytes for each block of prompt and reply, first to last, equal where blocks are. `model` is a
+    fingerprint.
+    """
+
+    at: float
+    session_id: str
+    model: str
+    blocks: bytes = field(repr=False)
+    device_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    computed_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class KeptSession:
     """A session whose cache is pinned, or has a time to live of its own in seconds."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from engine.config import CacheConfig, EngineConfig, Tier
 from engine.errors import EngineUnavailable, ModelLoadError
 from engine.protocol import (
-    CacheEvent,
+    CacheLog,
     Capabilities,
     Configured,
     Demoted,
@@ -89,7 +89,7 @@ class FakeEngine:
         self.prefetch_gate.set()
         self.estimates: list[list[int]] = []
         self.estimated_s: float | None = 0.125
-        self.on_cache_events: Callable[[list[CacheEvent]], None] | None = None
+        self.on_cache_log: Callable[[CacheLog], None] | None = None
         self._changed = asyncio.Event()
         self._known: list[tuple[str, str, list[int]]] = []  # model, session, ids
         self._wake: dict[str, asyncio.Event] = {}

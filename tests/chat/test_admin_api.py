@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from tests.chat.serving import serving
-from tests.chat.test_cache_service import DYING, happened
+from tests.chat.test_cache_service import DYING, ended, happened, told
 from tests.chat.test_service import ask, eventually, new_chat
 
 
@@ -27,7 +28,7 @@ async def chat(service) -> str:
 
 
 async def test_events(http, engine, chat):
-    engine.on_cache_events([happened(chat, number) for number in range(3)])
+    engine.on_cache_log(told(*(happened(chat, number) for number in range(3))))
     answer = (await http.get("/api/admin/events", params={"limit": 2})).json()
     assert [event["blocks"] for event in answer["events"]] == [1, 2]
     assert answer["events"][0] == {
@@ -37,6 +38,21 @@ async def test_events(http, engine, chat):
     assert len((await http.get("/api/admin/events")).json()["events"]) == 3
     for limit in ("0", "-1", "20001", "many"):
         assert (await http.get("/api/admin/events", params={"limit": limit})).status_code == 400
+
+
+async def test_the_trace(http, engine, chat):
+    engine.on_cache_log(told(turns=[ended(chat, number) for number in range(3)]))
+    answer = await http.get("/api/admin/trace", params={"limit": 2})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert [line["computed_tokens"] for line in lines] == [1, 2]
+    assert lines[1] == {
+        "at": 7.5, "session_id": chat, "model": "f" * 16, "blocks": "000102030405060708090a0b0c0d0e0f",
+        "device_tokens": 32, "host_tokens": 16, "disk_tokens": 8, "computed_tokens": 2, "output_tokens": 5,
+    }  # fmt: skip
+    assert len((await http.get("/api/admin/trace")).text.splitlines()) == 3
+    for limit in ("0", "20001", "many"):
+        assert (await http.get("/api/admin/trace", params={"limit": limit})).status_code == 400
 
 
 async def test_pins_and_times_to_live(http, service, store, engine, chat):
@@ -87,7 +103,8 @@ async def test_another_sites_page_may_do_none_of_it(http, engine, chat):
     evil = {"Origin": "http://evil.example"}
     for path, body in ((f"sessions/{chat}/pin", {"pinned": True}), ("estimate", {"chat": chat})):
         assert (await http.post(f"/api/admin/{path}", json=body, headers=evil)).status_code == 403
-    assert (await http.get("/api/admin/events", headers={"Host": "evil.example"})).status_code == 403
+    for path in ("events", "trace"):
+        assert (await http.get(f"/api/admin/{path}", headers={"Host": "evil.example"})).status_code == 403
     assert engine.pins == []
 
 

@@ -13,7 +13,7 @@ from chat.errors import InvalidRequest, NotReady, PinRefused, SessionNotFound
 from chat.service import ChatService
 from chat.views import EstimateView, WarmingView
 from chat.warmth import STAND_IN
-from engine.protocol import CacheEvent
+from engine.protocol import CacheEvent, CacheLog, TurnTrace
 from engine.state import EngineState
 from storage import KeptSession
 from storage.errors import DiskFull
@@ -172,33 +172,44 @@ def happened(session_id: str, blocks: int = 1) -> CacheEvent:
     )  # fmt: skip
 
 
+def ended(session_id: str, computed: int = 1) -> TurnTrace:
+    return TurnTrace(
+        at=7.5, session_id=session_id, model="f" * 16, blocks=bytes(range(16)), device_tokens=32, host_tokens=16,
+        disk_tokens=8, computed_tokens=computed, output_tokens=5,
+    )  # fmt: skip
+
+
+def told(*events: CacheEvent, turns: list[TurnTrace] | None = None) -> CacheLog:
+    return CacheLog(events=list(events), turns=turns or [])
+
+
 async def test_events_are_remembered_written_and_there_after_a_restart(service, store, engine, chats):
-    engine.on_cache_events([happened(chats[0], 1), happened("", 2)])
-    told = await service.cache.events(10)
-    assert [(event.session_id, event.blocks, event.action) for event in told] == [
+    engine.on_cache_log(told(happened(chats[0], 1), happened("", 2)))
+    events = await service.cache.events(10)
+    assert [(event.session_id, event.blocks, event.action) for event in events] == [
         (chats[0], 1, "expired"),
         (None, 2, "expired"),
     ]
-    assert await service.cache.events(1) == told[1:]
-    await eventually_equal(lambda: store.cache.events(10), told)
-    engine.on_cache_events([happened(chats[1], 3)])
+    assert await service.cache.events(1) == events[1:]
+    await eventually_equal(lambda: store.cache.events(10), events)
+    engine.on_cache_log(told(happened(chats[1], 3)))
     await service.close()
-    assert engine.on_cache_events is None
+    assert engine.on_cache_log is None
     async with restarted(store, engine) as again:
         assert [event.blocks for event in await again.cache.events(10)] == [1, 2, 3]
 
 
 async def test_more_than_is_remembered_is_read_from_the_database(service, engine, chats, monkeypatch):
     monkeypatch.setattr(cache_log, "REMEMBERED", 2)
-    engine.on_cache_events([happened("", number) for number in range(5)])
+    engine.on_cache_log(told(*(happened("", number) for number in range(5))))
     assert [event.blocks for event in await service.cache.events(2)] == [3, 4]
     assert [event.blocks for event in await service.cache.events(4)] == [1, 2, 3, 4]
 
 
 async def test_a_deleted_chat_leaves_no_event(service, store, engine, chats):
-    engine.on_cache_events([happened(chats[0], 1), happened(chats[1], 2)])
+    engine.on_cache_log(told(happened(chats[0], 1), happened(chats[1], 2)))
     await service.delete_session(service.user.id, chats[0])
-    engine.on_cache_events([happened(chats[0], 3)])  # the engine tells what it did with its blocks
+    engine.on_cache_log(told(happened(chats[0], 3)))  # the engine tells what it did with its blocks
     assert [event.blocks for event in await service.cache.events(2000)] == [2]
 
 
@@ -208,12 +219,31 @@ async def test_a_database_that_takes_no_events_stops_nothing(service, store, eng
 
     with monkeypatch.context() as broken:
         broken.setattr(store.cache, "add_events", full)
-        engine.on_cache_events([happened("", 1)])
+        engine.on_cache_log(told(happened("", 1)))
         await asyncio.sleep(0.01)
-    engine.on_cache_events([happened("", 2)])
+    engine.on_cache_log(told(happened("", 2)))
     second = (await service.cache.events(1))[0]
     await eventually_equal(lambda: store.cache.events(5), [second])
     assert [event.blocks for event in await service.cache.events(5)] == [1, 2]
+
+
+async def test_turns_are_traced_also_those_that_were_told_last(service, store, engine, chats):
+    engine.on_cache_log(told(happened(chats[0]), turns=[ended(chats[0], 1), ended(chats[1], 2)]))
+    (first, second) = await service.cache.trace(10)
+    assert (first.session_id, first.blocks, first.disk_tokens) == (chats[0], bytes(range(16)), 8)
+    assert await service.cache.trace(1) == [second]
+    engine.on_cache_log(told(turns=[ended(chats[0], 3)]))
+    await service.close()
+    assert [turn.computed_tokens for turn in await store.cache.trace(10)] == [1, 2, 3]
+
+
+async def test_a_deleted_chat_leaves_no_turn_in_the_trace(service, store, engine, chats):
+    engine.on_cache_log(told(turns=[ended(chats[0], 1), ended(chats[1], 2)]))
+    assert len(await service.cache.trace(10)) == 2
+    engine.on_cache_log(told(turns=[ended(chats[0], 3), ended("no such session", 4)]))
+    await service.delete_session(service.user.id, chats[0])
+    engine.on_cache_log(told(turns=[ended(chats[0], 5)]))
+    assert [turn.computed_tokens for turn in await service.cache.trace(10)] == [2]
 
 
 # --- recent chats at the start ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 from alembic.script import ScriptDirectory
 
-from storage import CacheEventRecord, Store, TurnRecord, UserRecord
+from storage import CacheEventRecord, Store, TraceRecord, TurnRecord, UserRecord
 from storage.database import FILE_NAME
 from storage.migrate import SCRIPTS
 
@@ -124,6 +124,12 @@ async def _what_the_cache_did(store: Store, user: UserRecord) -> None:
             blocks=3, bytes=2**33, age_s=0.25, reason="over the 95% mark – 温",
         )  # fmt: skip
         await store.cache.add_events([event])
+    for blocks in (b"", bytes(range(256)) * 2):
+        traced = TraceRecord(
+            at=1_750_000_001.5, session_id=chat.id, model="f" * 32, blocks=blocks, device_tokens=64, host_tokens=32,
+            disk_tokens=33, computed_tokens=71, output_tokens=3,
+        )  # fmt: skip
+        await store.cache.add_turns([traced])
     gone = await store.create_session(user.id, origin="api")
     await store.delete_session(user.id, gone.id)
 
@@ -158,6 +164,7 @@ async def describe(store: Store) -> dict[str, Any]:
         "models": [dataclasses.asdict(model) for model in await store.models()],
         "settings": await store.saved_settings(),
         "events": [dataclasses.asdict(event) for event in await store.cache.events(100)],
+        "trace": [dataclasses.asdict(turn) | {"blocks": turn.blocks.hex()} for turn in await store.cache.trace(100)],
         "kept": [dataclasses.asdict(session) for session in await store.cache.kept_sessions()],
         "pending_drops": await store.cache.pending_drops(),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage import CacheEventRecord, KeptSession, Store, UserRecord, cache_tables
+from storage import CacheEventRecord, KeptSession, Store, TraceRecord, UserRecord, cache_tables
 from tests.storage.conftest import add_other_user
 
 
@@ -40,6 +40,33 @@ async def test_a_deleted_session_takes_its_events_with_it_and_gets_no_new_ones(s
     assert [each.blocks for each in await store.cache.events(10)] == [2, 3, 5]
     await store.cache.add_events([event(one, 6)])  # none of them is left: no statement without rows
     await store.cache.add_events([])
+
+
+def turn(session_id: str, number: int = 0) -> TraceRecord:
+    return TraceRecord(
+        at=1000.5 + number, session_id=session_id, model="f" * 32, blocks=b"\0\xff" * 8, device_tokens=number,
+        host_tokens=2, disk_tokens=3, computed_tokens=4, output_tokens=5,
+    )  # fmt: skip
+
+
+async def test_a_trace_comes_back_as_it_was_and_only_the_last_turns_are_kept(
+    store: Store, user: UserRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = (await store.create_session(user.id)).id
+    turns = [turn(chat, number) for number in range(15)]
+    await store.cache.add_turns(turns[:5])
+    assert await store.cache.trace(3) == turns[2:5]
+    monkeypatch.setattr(cache_tables, "MOST_TURNS", 10)
+    await store.cache.add_turns(turns[5:])
+    assert await store.cache.trace(100) == turns[5:]
+
+
+async def test_a_deleted_session_takes_its_turns_with_it_and_gets_no_new_ones(store: Store, user: UserRecord) -> None:
+    one, other = [(await store.create_session(user.id)).id for _ in range(2)]
+    await store.cache.add_turns([turn(one, 1), turn(other, 2)])
+    await store.delete_session(user.id, one)
+    await store.cache.add_turns([turn(one, 3), turn(other, 4), turn("none", 5)])
+    assert await store.cache.trace(10) == [turn(other, 2), turn(other, 4)]
 
 
 async def test_what_is_deleted_is_owed_to_the_engine_until_it_has_forgotten_it(store: Store, user: UserRecord) -> None:

@@ -66,8 +66,8 @@ def test_models_and_migrations_agree(tmp_path: Path) -> None:
     ours, theirs = inspect(migrated), inspect(modelled)
     names = sorted(set(ours.get_table_names()) - {"alembic_version"})
     assert names == [
-        "cache_events", "message_tokens", "messages", "models", "pending_drops", "sessions", "settings", "turns",
-        "users",
+        "cache_events", "message_tokens", "messages", "models", "pending_drops", "sessions", "settings", "trace",
+        "turns", "users",
     ]  # fmt: skip
     for name in names:  # what compare_metadata does not compare
         for part in ("get_check_constraints", "get_foreign_keys", "get_unique_constraints", "get_pk_constraint"):
