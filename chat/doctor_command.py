@@ -18,8 +18,8 @@ import typer
 from chat import flags
 from chat.amounts import Bytes
 from chat.doctor import DoctorError, Finding, WrongQuestion, exit_code, guarded
-from chat.machine import free_disk
 from chat.settings import Settings, trace_settings
+from engine.room import free_disk
 
 NOT_OURS = ("browser", "log_level")  # what only a start needs
 
@@ -100,7 +100,7 @@ def _checked(settings: Settings, origins: dict[str, str], *, load: bool, as_json
         *guarded("memory", doctor_machine.memory),
         *guarded("settings", lambda: doctor_data.settings(settings, origins)),
         *guarded("data directory", lambda: doctor_data.data_directory(settings.data_dir)),
-        *guarded("cold tiers", lambda: doctor_data.cold_tiers(settings)),
+        *guarded("cold tiers", lambda: doctor_data.cold_tiers(settings, on_cpu=doctor_machine.on_cpu(settings))),
         *guarded("server", lambda: doctor_data.server(running)),
         *guarded("port", lambda: doctor_data.port(settings, running)),
         *guarded("database", lambda: doctor_data.database(settings.data_dir)),

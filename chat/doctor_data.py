@@ -13,13 +13,14 @@ from pathlib import Path
 import httpx
 import psutil
 
-from chat.amounts import Bytes, Share
+from chat.amounts import Bytes
 from chat.doctor import Finding, count, ok
-from chat.engine_config import disk_room
+from chat.engine_config import cold_budgets, kv_dir
 from chat.instance import Running
-from chat.machine import free_disk, free_memory
 from chat.serving import ListenError, listen
 from chat.settings import Settings
+from engine.budgets import disk_room
+from engine.room import free_disk, free_memory
 from engine.words import size
 from storage import DatabaseDamaged, StorageError, inspect_database
 
@@ -60,18 +61,21 @@ def data_directory(path: Path) -> Iterator[Finding]:
         yield ok(what, detail)
 
 
-def cold_tiers(given: Settings) -> Iterator[Finding]:
+def cold_tiers(given: Settings, *, on_cpu: bool) -> Iterator[Finding]:
     """What main memory and the disk may hold of chats that the device has no room for."""
-    for tier, room in (("host", free_memory()), ("disk", disk_room(given.data_dir))):
-        wanted = getattr(given, f"{tier}_kv")
-        most = wanted.of(room) if isinstance(wanted, Share) else wanted
-        if most is None:
-            yield ok(f"{tier} tier", f"{tier}_kv is chosen at the start, by what is free")
-        elif most > room:
+    settled = cold_budgets(given, on_cpu=on_cpu)
+    for tier, most, room in (
+        ("host", settled.host_kv or 0, free_memory()),
+        ("disk", settled.disk_kv or 0, disk_room(kv_dir(given.data_dir))),
+    ):
+        by_default = ", by default" if getattr(given, f"{tier}_kv") is None else ""
+        if most > room:
             fix = f"--{tier}-kv {room // 2**21}MiB or less"
             yield Finding("warn", f"{tier} tier", f"up to {size(most)}, and {size(room)} are free", fix)
+        elif most:
+            yield ok(f"{tier} tier", f"up to {size(most)} of the {size(room)} that are free{by_default}")
         else:
-            yield ok(f"{tier} tier", f"up to {size(most)} of the {size(room)} that are free" if most else "off")
+            yield ok(f"{tier} tier", f"off{by_default}")
 
 
 def server(running: Running | None) -> Iterator[Finding]:

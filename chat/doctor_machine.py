@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import psutil
 
 from chat.doctor import Finding, count, ok
-from chat.machine import NVIDIA, core_quota, memory_limit, usable_cores
+from chat.machine import NVIDIA, core_quota, usable_cores
 from chat.settings import VERSION, Settings
+from engine.room import memory_limit
 from engine.words import size
 from storage import SQLITE
 
@@ -88,6 +89,13 @@ def main_memory() -> tuple[int, int]:
 
     total = psutil.virtual_memory().total
     return min(total, memory_limit() or total), hardware.look().free
+
+
+def on_cpu(settings: Settings) -> bool:
+    """Whether the model would compute on the CPU, so that device and host are the same memory."""
+    from engine.model import hardware
+
+    return settings.device == "cpu" or (settings.device == "auto" and hardware.look().gpu is None)
 
 
 def device(settings: Settings, recorded: str | None) -> tuple[list[Finding], Device | None]:

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from chat.amounts import Bytes, Duration, Share
-from chat.machine import NVIDIA, free_disk, free_memory, gpu_memory, used_disk
+from chat.machine import NVIDIA, gpu_memory
 from chat.settings import Settings
+from engine.budgets import disk_room, fill_in
 from engine.config import CacheConfig, EngineConfig
+from engine.room import free_memory
 
 GAPS = {"device": 0.05, "host": 0.1, "disk": 0.1}  # between the two levels of a tier, where the lower is not set
 
@@ -43,7 +45,7 @@ def cache_config(settings: Settings) -> CacheConfig:
     return CacheConfig(
         device_kv=budget(settings.device_kv, lambda: _device_free(settings.device)),
         host_kv=budget(settings.host_kv, free_memory),
-        disk_kv=budget(settings.disk_kv, lambda: disk_room(settings.data_dir)),
+        disk_kv=budget(settings.disk_kv, lambda: disk_room(kv_dir(settings.data_dir))),
         device_ttl=seconds(settings.device_ttl),
         host_ttl=seconds(settings.host_ttl),
         disk_ttl=seconds(settings.disk_ttl),
@@ -54,14 +56,16 @@ def cache_config(settings: Settings) -> CacheConfig:
     )
 
 
+def cold_budgets(settings: Settings, *, on_cpu: bool) -> CacheConfig:
+    """What host and disk may hold, as a start would settle it now: as they are set, else by what the machine has."""
+    folder = kv_dir(settings.data_dir)
+    host, disk = budget(settings.host_kv, free_memory), budget(settings.disk_kv, lambda: disk_room(folder))
+    return fill_in(CacheConfig(host_kv=host, disk_kv=disk), str(folder), on_cpu=on_cpu)
+
+
 def budget(size: Bytes | Share | None, free: Callable[[], int]) -> int | None:
     """A tier's size in bytes; `free` tells what a share is of."""
     return size.of(free()) if isinstance(size, Share) else None if size is None else int(size)
-
-
-def disk_room(data_dir: Path) -> int:
-    """Bytes that the disk tier could have: what is free, and what it holds already, so that a share of it stays put."""
-    return free_disk(data_dir) + used_disk(kv_dir(data_dir))
 
 
 def low_level(settings: Settings, tier: str) -> float:

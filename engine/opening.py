@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-import psutil
 import torch
 
+from engine import budgets
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files, Post
 from engine.cache.holders import HolderFiles
@@ -20,10 +18,6 @@ from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError
 from engine.words import size
-
-HOST_BESIDE_GPU = 0.25  # of the machine's free memory, where that is not the device's too
-HOST_ON_CPU = 0.05
-DISK_SHARE, DISK_MOST = 0.1, 20 * 2**30  # of what is free on the disk
 
 log = logging.getLogger(__name__)
 
@@ -51,25 +45,10 @@ def open_tiers(
 
 
 def fill_in(cache: CacheConfig, kv_dir: str | None, device: torch.device) -> CacheConfig:
-    """The limits with the budgets of host and disk that this machine suggests where none are set."""
-    host, disk = cache.host_kv, cache.disk_kv
-    if host is None:
-        share = HOST_ON_CPU if device.type == "cpu" else HOST_BESIDE_GPU
-        host = int(psutil.virtual_memory().available * share)
-    if disk is None:
-        disk = 0 if kv_dir is None else min(DISK_MOST, int(_free_on_disk(Path(kv_dir)) * DISK_SHARE))
-    return msgspec.structs.replace(cache, host_kv=host, disk_kv=0 if kv_dir is None else disk)
+    """The limits with every budget of host and disk filled in, for models on `device`."""
+    return budgets.fill_in(cache, kv_dir, on_cpu=device.type == "cpu")
 
 
 def _open_files(root: Path, limits: CacheConfig) -> Files:
     blocks = BlockFiles(root)
     return Files(blocks, HolderFiles(root), WriteBudget(root / "writes", limits.disk_writes))
-
-
-def _free_on_disk(folder: Path) -> int:
-    """Bytes that are free where a folder is, or will be."""
-    here = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    try:
-        return shutil.disk_usage(here).free
-    except OSError:
-        return 0

@@ -9,6 +9,7 @@ import pytest
 from chat import engine_config, machine
 from chat.engine_config import cache_config
 from chat.settings import load_settings
+from engine import budgets
 from engine.config import CacheConfig
 from engine.protocol import Start, decode_commands, encode
 
@@ -57,8 +58,8 @@ def test_what_is_set_reaches_it() -> None:
 
 def test_a_share_is_of_what_is_free_where_the_tier_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_config, "free_memory", lambda: 8 * GIB)
-    monkeypatch.setattr(engine_config, "free_disk", lambda _: 96 * GIB)
-    monkeypatch.setattr(engine_config, "used_disk", lambda folder: 4 * GIB if folder == tmp_path / "kv" else 0)
+    monkeypatch.setattr(budgets, "free_disk", lambda _: 96 * GIB)
+    monkeypatch.setattr(budgets, "used_disk", lambda folder: 4 * GIB if folder == tmp_path / "kv" else 0)
     monkeypatch.setattr(engine_config, "gpu_memory", lambda: 40 * GIB)
     shares = {"device_kv": "25%", "host_kv": "50%", "disk_kv": "10%", "data_dir": str(tmp_path)}
     cache = configured(device="cpu", **shares)
@@ -72,32 +73,25 @@ def test_a_share_is_of_what_is_free_where_the_tier_is(monkeypatch: pytest.Monkey
     assert configured(device="auto", **shares).device_kv == 2 * GIB
 
 
+def test_what_host_and_disk_get_is_what_is_set_else_what_the_machine_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (engine_config, budgets):
+        monkeypatch.setattr(module, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(budgets, "free_disk", lambda _: 30 * GIB)
+
+    def settled(on_cpu: bool, **flags: str) -> tuple[int | None, int | None]:
+        cold = engine_config.cold_budgets(load_settings({"data_dir": str(tmp_path), **flags}), on_cpu=on_cpu)
+        return cold.host_kv, cold.disk_kv
+
+    assert settled(True) == (8 * GIB // 20, 3 * GIB)
+    assert settled(False) == (2 * GIB, 3 * GIB)
+    assert settled(True, host_kv="50%", disk_kv="0") == (4 * GIB, 0)
+
+
 def test_the_gpus_memory_is_told_by_torch_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ASK_GPU", "print(12345)")
     assert machine.gpu_memory() == 12345
     for other in ("print()", "raise SystemExit(1)"):
         monkeypatch.setattr(machine, "ASK_GPU", other)
         assert machine.gpu_memory() is None
-
-
-def test_free_memory_is_bounded_by_the_container(tmp_path: Path) -> None:
-    whole = machine.free_memory(tmp_path)
-    assert whole > 2**20
-    for name, text in (("max", "1048576"), ("current", "700000"), ("stat", "anon 1\ninactive_file 100000\n")):
-        (tmp_path / f"memory.{name}").write_text(text)
-    assert machine.free_memory(tmp_path) == 1048576 - 700000 + 100000
-    (tmp_path / "memory.current").write_text("2000000")
-    assert machine.free_memory(tmp_path) == 0
-    (tmp_path / "memory.max").write_text("max")
-    assert machine.free_memory(tmp_path) > 2**20
-
-
-def test_what_a_folder_holds(tmp_path: Path) -> None:
-    assert machine.used_disk(tmp_path / "none") == 0
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "one").write_bytes(bytes(1000))
-    (tmp_path / "two").write_bytes(bytes(24))
-    (tmp_path / "round").symlink_to(tmp_path)
-    size = machine.used_disk(tmp_path) - (tmp_path / "round").lstat().st_size
-    assert size == 1024
-    assert machine.free_disk(tmp_path / "not" / "there") > 0

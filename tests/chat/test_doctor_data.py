@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from chat import doctor_data
+from chat import doctor_data, engine_config
 from chat.doctor_data import cold_tiers, data_directory, database, port, server, settings
 from chat.instance import Running
 from chat.settings import Settings
+from engine import budgets
 from storage import Store
 from storage.database import FILE_NAME
 from tests.chat.serving import serving
@@ -35,16 +36,19 @@ def test_settings_are_told_with_where_they_came_from() -> None:
 
 
 def test_the_cold_tiers_are_told_and_held_against_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_data, "free_memory", lambda: 8 * 2**30)
-    monkeypatch.setattr(doctor_data, "disk_room", lambda _: 100 * 2**30)
-    host, disk = cold_tiers(Settings(data_dir=tmp_path))
-    assert (host.what, host.detail) == ("host tier", "host_kv is chosen at the start, by what is free")
-    assert (disk.what, disk.detail) == ("disk tier", "disk_kv is chosen at the start, by what is free")
-    host, disk = cold_tiers(Settings(data_dir=tmp_path, host_kv="9GiB", disk_kv="50%"))
+    for module in (doctor_data, engine_config, budgets):
+        monkeypatch.setattr(module, "free_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(budgets, "free_disk", lambda _: 100 * 2**30)
+    host, disk = cold_tiers(Settings(data_dir=tmp_path), on_cpu=True)
+    assert (host.what, host.detail) == ("host tier", "up to 410 MiB of the 8 GiB that are free, by default")
+    assert (disk.what, disk.detail) == ("disk tier", "up to 10 GiB of the 100 GiB that are free, by default")
+    host, _ = cold_tiers(Settings(data_dir=tmp_path), on_cpu=False)
+    assert host.detail == "up to 2 GiB of the 8 GiB that are free, by default"
+    host, disk = cold_tiers(Settings(data_dir=tmp_path, host_kv="9GiB", disk_kv="50%"), on_cpu=True)
     assert (host.level, host.detail) == ("warn", "up to 9 GiB, and 8 GiB are free")
     assert host.fix == "--host-kv 4096MiB or less"
     assert (disk.level, disk.detail) == ("ok", "up to 50 GiB of the 100 GiB that are free")
-    assert next(iter(cold_tiers(Settings(data_dir=tmp_path, host_kv=0)))).detail == "off"
+    assert next(iter(cold_tiers(Settings(data_dir=tmp_path, host_kv=0), on_cpu=True))).detail == "off"
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import torch
 
 from chat import doctor_machine
 from chat.doctor_machine import device, machine, main_memory, memory, versions
-from chat.machine import core_quota, memory_limit, usable_cores
+from chat.machine import core_quota, usable_cores
 from chat.settings import Settings
+from engine.room import memory_limit
 
 GIB = 2**30
 
