@@ -91,9 +91,11 @@ class Residency:
 
     def order(self, idle: list[Block]) -> list[Block]:
         """Idle blocks with the first to go first."""
-        by_key = {block.key or b"": block for block in idle}
-        entries = [self._entry(key, block) for key, block in by_key.items()]
-        return [by_key[entry.key] for entry in self.tiers.policy.order(entries, self._clock())]
+        by_key: dict[bytes, list[Block]] = {}  # several tails may hold the same tokens: samples that agreed
+        for block in idle:
+            by_key.setdefault(block.key or b"", []).append(block)
+        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
+        return [block for entry in self.tiers.policy.order(entries, self._clock()) for block in by_key[entry.key]]
 
     def keep(self, block: Block, reason: str = WHY["pressure"]) -> None:
         """A block is about to leave the device: offer it to the tiers below."""

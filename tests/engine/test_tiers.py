@@ -120,6 +120,16 @@ def test_a_block_that_ends_inside_a_message_is_copied(rigs: list[ColdRig]) -> No
     assert rig.sources(follow(rig, branch)) == (0, 22, 0, 3), "two tokens of a block, then another way"
 
 
+def test_samples_that_agree_leave_and_come_back(rigs: list[ColdRig]) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64))
+    request_id = rig.submit(PROMPT, n=3, max_tokens=4)
+    rig.run()
+    assert len({tuple(reply) for reply in rig.replies[request_id].values()}) == 1
+    rig.flush()
+    more = [*PROMPT, *rig.replies[request_id][0], 7]
+    assert rig.sources(follow(rig, more)) == (0, 33, 0, 2)
+
+
 def test_two_users_share_nothing_but_a_preset(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path, host_blocks=64))
     follow(rig, PROMPT, "alice", salt=ALICE, shared_len=12)
