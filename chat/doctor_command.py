@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,10 @@ from chat.amounts import Bytes
 from chat.doctor import DoctorError, Finding, WrongQuestion, exit_code, guarded
 from chat.settings import Settings, trace_settings
 from engine.room import free_disk
+
+if TYPE_CHECKING:
+    from chat.doctor_machine import Device
+    from chat.doctor_size import Room
 
 NOT_OURS = ("browser", "log_level")  # what only a start needs
 
@@ -145,7 +149,6 @@ def _sized(settings: Settings, model: str, sessions: int | None, *, as_json: boo
     """What `model` takes on this machine."""
     _quieten()
     from chat import doctor_machine, doctor_size
-    from chat.engine_config import budget
     from engine.errors import ModelLoadError
     from engine.model import sizing
 
@@ -157,8 +160,7 @@ def _sized(settings: Settings, model: str, sessions: int | None, *, as_json: boo
     if device is None:
         raise DoctorError(f"device {settings.device!r} is not there: use --device auto")
     question = doctor_size.Question.of(sized, settings.context, sessions)
-    kv = budget(settings.device_kv, lambda: device.free)
-    room = doctor_size.Room(kv, device.free, free_disk(settings.data_dir))
+    room = _room(settings, device)
     names = [settings.dtype] if settings.dtype != "auto" else sorted({"float32", "bfloat16", device.dtype})
     columns = [doctor_size.Sizes.of(sized, name, question, room) for name in reversed(names)]
     here = next(column for column in columns if column.dtype == device.dtype)
@@ -170,6 +172,24 @@ def _sized(settings: Settings, model: str, sessions: int | None, *, as_json: boo
         ), findings
     table = doctor_size.report(sized, columns, question, room, device)
     return f"{table}\n\n{_shown(findings, as_json=False)}", findings
+
+
+def _room(settings: Settings, device: Device) -> Room:
+    """What there is for K and V on this machine, tier by tier."""
+    from chat.doctor_size import Room
+    from chat.engine_config import budget, cold_budgets, kv_dir
+    from engine.budgets import disk_room
+
+    cold = cold_budgets(settings, on_cpu=device.name == "cpu")
+    return Room(
+        device_kv=budget(settings.device_kv, lambda: device.free),
+        memory=device.free,
+        host_kv=cold.host_kv or 0,
+        disk_kv=cold.disk_kv or 0,
+        disk=disk_room(kv_dir(settings.data_dir)),
+        cold_dtype=settings.cold_kv_dtype,
+        chosen=tuple(name for name in ("device_kv", "host_kv", "disk_kv") if getattr(settings, name) is not None),
+    )
 
 
 def _asked(settings: Settings, address: str, *, as_json: bool) -> Output:

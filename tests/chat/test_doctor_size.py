@@ -14,7 +14,7 @@ MIB, GIB = 2**20, 2**30
 SMALL = Sizing("smol", "llama", 134_515_008, KVShape(30, 3, 64), (None,) * 30, 8192)
 WINDOWED = Sizing("gem", "gemma3_text", 1_000_000_000, KVShape(4, 1, 256), (1024, 1024, 1024, None), 32_768)
 CPU = Device("cpu", "bfloat16", 16 * GIB, 8 * GIB)
-ROOM = Room(None, 8 * GIB, 100 * GIB)
+ROOM = Room(None, 8 * GIB, host_kv=GIB, disk_kv=2 * GIB, disk=10 * GIB)
 
 
 def answer(sized: Sizing, sessions: int | None, room: Room = ROOM, context: int | None = None, dtype: str = "bfloat16"):
@@ -30,18 +30,20 @@ def test_sizes_of_the_embedded_model() -> None:
         token=23_040,
         session=188_743_680,
         seen=188_743_680,
+        cold=188_743_680,
         budget=377_487_360,
         in_budget=2,
         in_memory=42,
-        on_disk=568,
+        in_host=5,
+        in_disk=11,
     )
-    shorter = Sizes.of(SMALL, "float32", Question.of(SMALL, 1000, None), Room(GIB, 0, 0))
+    shorter = Sizes.of(SMALL, "float32", Question.of(SMALL, 1000, None), Room(GIB, 0))
     assert shorter.session == 1024 * 46_080  # whole blocks
-    assert (shorter.budget, shorter.in_budget, shorter.in_memory, shorter.on_disk) == (GIB, 22, 0, 0)
+    assert (shorter.budget, shorter.in_budget, shorter.in_memory, shorter.in_disk) == (GIB, 22, 0, 0)
 
 
 def test_the_default_cache_takes_no_more_than_half_of_what_the_weights_leave() -> None:
-    tight = Room(None, 269_030_016 + 600 * MIB, 0)
+    tight = Room(None, 269_030_016 + 600 * MIB)
     assert Sizes.of(SMALL, "bfloat16", Question.of(SMALL, None, None), tight).budget == 300 * MIB
 
 
@@ -58,7 +60,10 @@ def test_the_table() -> None:
         "device_kv, by default                   720 MiB       360 MiB\n"
         "  sessions in it                              2             2\n"
         "  sessions in the 8 GiB available            20            42\n"
-        "  sessions in the 100 GiB of disk           284           568\n"
+        "host_kv, by default                       1 GiB         1 GiB\n"
+        "  sessions in it                              2             5\n"
+        "disk_kv, by default                       2 GiB         2 GiB\n"
+        "  sessions in it                              5            11\n"
         "\n"
         "Here it would run on cpu in bfloat16.\n"
         "What device_kv has no room for goes to host_kv and disk_kv, and comes back from there."
@@ -66,7 +71,7 @@ def test_the_table() -> None:
 
 
 def test_windows_are_told_for_what_they_are() -> None:
-    question, room = Question.of(WINDOWED, None, None), Room(4 * GIB, 8 * GIB, GIB)
+    question, room = Question.of(WINDOWED, None, None), Room(4 * GIB, 8 * GIB, chosen=("device_kv",))
     shown = report(WINDOWED, [Sizes.of(WINDOWED, "bfloat16", question, room)], question, room, CPU)
     assert "\na session of 32,768 tokens             128 MiB\n" in shown
     assert "\n  of that within its windows            35 MiB\n" in shown
@@ -81,6 +86,30 @@ def test_sessions_that_fit() -> None:
         "ok", "fit", "2 sessions of 8,192 tokens in bfloat16 take 360 MiB of cache, and device_kv is 360 MiB"
     )
     assert answer(SMALL, None).detail.startswith("1 session of 8,192 tokens in bfloat16 takes 180 MiB")
+
+
+def test_sessions_that_stay_warm_below_the_device() -> None:
+    finding = answer(SMALL, 11)
+    assert (finding.level, finding.detail) == (
+        "ok",
+        "11 sessions of 8,192 tokens in bfloat16 take 1.9 GiB of cache; device_kv, 360 MiB, holds 2 of them at a time, "
+        "and the others stay warm in host_kv and disk_kv",
+    )
+    in_ram = Room(None, 8 * GIB, host_kv=GIB)
+    assert answer(SMALL, 7, in_ram).level == "ok"
+    assert answer(SMALL, 8, in_ram).level == "warn"
+    assert answer(SMALL, 3, Room(100 * MIB, 8 * GIB, disk_kv=2 * GIB)).level == "warn"  # not one fits on the device
+
+
+def test_int8_makes_host_and_disk_hold_more() -> None:
+    question = Question.of(SMALL, None, None)
+    room = Room(None, 8 * GIB, host_kv=GIB, disk_kv=2 * GIB, cold_dtype="int8", chosen=("host_kv",))
+    sizes = Sizes.of(SMALL, "bfloat16", question, room)
+    assert sizes.cold == 8192 * 30 * 2 * 3 * (64 + 4)  # a byte a number, and a scale for each head's vector
+    assert (sizes.session, sizes.in_host, sizes.in_disk) == (188_743_680, 10, 21)
+    shown = report(SMALL, [sizes], question, room, CPU)
+    assert "\n  the same in int8                       96 MiB\n" in shown
+    assert "\nhost_kv, as set                           1 GiB\n" in shown
 
 
 def test_sessions_that_fit_once_it_is_set() -> None:
@@ -98,6 +127,7 @@ def test_sessions_that_do_not_fit() -> None:
     assert finding.fix == (
         "at most 42 such sessions, or at most 3,488 tokens each (--context 3488), or a smaller model"
     )
+    assert answer(SMALL, 50).fix.startswith("--disk-kv 9000MiB keeps them all warm, or at most 42 such sessions, or ")
     assert answer(SMALL, 100, context=3488).level == "warn"
     assert answer(SMALL, 100, context=3489).level == "problem"
     assert answer(SMALL, 42).level == "warn"
@@ -106,7 +136,7 @@ def test_sessions_that_do_not_fit() -> None:
 
 
 def test_weights_that_do_not_fit_at_all() -> None:
-    finding = answer(SMALL, 1, Room(None, 300 * MIB, GIB), dtype="float32")
+    finding = answer(SMALL, 1, Room(None, 300 * MIB), dtype="float32")
     assert (finding.level, finding.detail) == (
         "problem",
         "the weights alone are 513 MiB, and 300 MiB of memory are available",
@@ -115,7 +145,7 @@ def test_weights_that_do_not_fit_at_all() -> None:
 
 
 def test_a_budget_that_the_memory_does_not_have_does_not_count() -> None:
-    assert answer(SMALL, 2, Room(100 * GIB, 8 * GIB, GIB)).level == "warn"
+    assert answer(SMALL, 2, Room(100 * GIB, 8 * GIB)).level == "warn"
 
 
 @pytest.mark.parametrize(
