@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -29,6 +29,8 @@ class CacheLog:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.gone: Counter[tuple[str, str]] = Counter()
+        """Blocks that have left a tier for none below it since the start, by tier and reason."""
         self._last: deque[CacheEventRecord] = deque(maxlen=REMEMBERED)
         self._unsaved: deque[CacheEventRecord] = deque(maxlen=UNSAVED)
         self._turns: deque[TraceRecord] = deque(maxlen=UNSAVED)
@@ -49,6 +51,9 @@ class CacheLog:
 
     def take(self, told: protocol.CacheLog) -> None:
         """The engine tells this, the newest last."""
+        for event in told.events:
+            if event.action in ("evicted", "expired") and event.source is not None and event.target is None:
+                self.gone[event.source, event.reason] += event.blocks
         events = [_event(event) for event in told.events]
         self._last.extend(events)
         self._unsaved.extend(events)

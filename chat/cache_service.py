@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from chat.cache_log import CacheLog
 from chat.errors import ChatError, InvalidRequest, NotReady, PinRefused, SessionNotFound
@@ -59,6 +59,11 @@ class CacheService:
     async def events(self, limit: int) -> list[CacheEventRecord]:
         """The last things that happened to the cache, the newest last."""
         return await self._log.events(limit)
+
+    @property
+    def gone(self) -> Mapping[tuple[str, str], int]:
+        """Blocks that have left a tier for none below it since the start, by tier and reason."""
+        return self._log.gone
 
     async def trace(self, limit: int) -> list[TraceRecord]:
         """The last turns as a cache policy sees them, the last to end last."""

@@ -20,6 +20,7 @@ from chat.doctor_measures import (
     together,
     weight_bytes,
 )
+from chat.doctor_tiers import below, came_from, missed, raised, went
 from chat.figures import RecentReply, ServerFigures
 from engine.protocol import Snapshot
 from engine.words import size
@@ -91,9 +92,9 @@ def _why_long(figures: ServerFigures, replies: Sequence[RecentReply]) -> tuple[s
     each = f"{count:,.0f} tokens of each prompt are read at {reading_speed(replies):,.0f} tokens/s"
     if reuse(replies) >= LOW_REUSE:
         return f"{each}, though the rest is reused", LESS_WORK
-    if figures.snapshot is not None and figures.snapshot.evicted_blocks:
-        gone = f"{figures.snapshot.evicted_blocks:,} blocks of earlier chats gave way in the full cache"
-        return f"{each}; {gone}", _more_memory(figures.snapshot)
+    if lost := missed(figures, replies):
+        why, fix = lost
+        return f"{each}; {why}", fix
     return (
         f"{each}, most of it for the first time",
         f"{SAME_START}; `python app.py doctor` says whether the model's template rewrites earlier messages",
@@ -146,25 +147,27 @@ def _why_slow(figures: ServerFigures, replies: Sequence[RecentReply]) -> tuple[s
 
 
 def memory(figures: ServerFigures) -> Finding:
-    """Is the cache too small for what is asked of it."""
+    """Are the tiers too small for what is asked of them."""
     snapshot = figures.snapshot
     if snapshot is None or not snapshot.total_blocks:
         return ok(MEMORY, "not enough data yet: the engine is not ready")
-    total = snapshot.total_blocks
-    detail = (
-        f"{1 - snapshot.free_blocks / total:.0%} of the cache's {size(snapshot.pool_bytes)} holds chats, "
-        f"{snapshot.leased_blocks / total:.0%} is held by replies being written; {snapshot.running} run, "
-        f"{snapshot.waiting} wait; since the start {snapshot.preemptions:,} replies had to step back, and "
-        f"{snapshot.evicted_blocks:,} blocks of earlier chats gave way"
-    )
-    replies = [reply for reply in figures.replies if reply.first]
+    total, replies = snapshot.total_blocks, [reply for reply in figures.replies if reply.first]
+    parts = [
+        f"{1 - snapshot.free_blocks / total:.0%} of the device's {size(snapshot.pool_bytes)} holds chats, "
+        f"{snapshot.leased_blocks / total:.0%} is held by replies being written",
+        below(snapshot),
+        f"{snapshot.running} run, {snapshot.waiting} wait",
+        came_from(replies),
+        f"since the start {snapshot.preemptions:,} replies had to step back",
+    ]
+    detail = ", ".join(filter(None, ["; ".join(filter(None, parts)), went(figures)]))
     if snapshot.waiting and _crowded(snapshot):
         return Finding("warn", MEMORY, f"{detail}. It is full: requests wait for room", _more_memory(snapshot))
     if snapshot.preemptions:
         return Finding("warn", MEMORY, f"{detail}. It was too small for all replies at once", _more_memory(snapshot))
-    if snapshot.evicted_blocks and len(replies) >= ENOUGH_REPLIES and reuse(replies) < LOW_REUSE:
-        lost = f"Of the last {len(replies)} prompts only {reuse(replies):.0%} were reused"
-        return Finding("warn", MEMORY, f"{detail}. {lost}", _more_memory(snapshot))
+    if len(replies) >= ENOUGH_REPLIES and (lost := missed(figures, replies)):
+        why, fix = lost
+        return Finding("warn", MEMORY, f"{detail}. {why}", fix)
     return ok(MEMORY, detail)
 
 
@@ -224,8 +227,7 @@ def _busy(figures: ServerFigures) -> str:
 def _more_memory(snapshot: Snapshot | None) -> str:
     if snapshot is None:
         return "raise --device-kv"
-    now = snapshot.budget_bytes
-    return f"raise --device-kv, which is {size(now)} now, for instance to {2 * now // 2**20}MiB"
+    return raised("device", {"device": snapshot.budget_bytes})
 
 
 def seconds(value: float) -> str:

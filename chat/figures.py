@@ -34,6 +34,7 @@ class RecentReply(msgspec.Struct, frozen=True, kw_only=True):
     Of the `ttft_s` from the request to its first text, `queue_s` passed until the engine let it in and `read_s` more
     until the first token; the rest was outside the engine. It took `total_s` and ended at `ended_at`, on the clock of
     `ServerFigures.now`. `first`: no other reply to the same prompt has read it before.
+    `miss_cause` and `miss_detail` are those of `chat.views.MissView`, "" where nothing was missed.
     """
 
     ended_at: float
@@ -51,6 +52,16 @@ class RecentReply(msgspec.Struct, frozen=True, kw_only=True):
     host_tokens: int = 0
     disk_tokens: int = 0
     restore_s: float = 0.0
+    miss_cause: str = ""
+    miss_detail: str = ""
+
+
+class GoneBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """How many blocks have left `tier` for none below it since the server's start, for one reason."""
+
+    tier: str
+    reason: str
+    blocks: int
 
 
 class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +83,7 @@ class ServerFigures(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Capabilities | None
     snapshot: Snapshot | None
     replies: list[RecentReply]
+    gone: list[GoneBlocks] = []
 
 
 class RecentReplies:
@@ -101,6 +113,8 @@ class RecentReplies:
                 host_tokens=figures.host_tokens,
                 disk_tokens=figures.disk_tokens,
                 restore_s=figures.restore_s,
+                miss_cause=figures.miss.cause if figures.miss else "",
+                miss_detail=figures.miss.detail if figures.miss else "",
             )
         )
 
@@ -130,6 +144,10 @@ def figures_router(service: ChatService) -> APIRouter:
             capabilities=state.capabilities,
             snapshot=None if snapshot is None else msgspec.structs.replace(snapshot, sessions={}),
             replies=recent.all(),
+            gone=[
+                GoneBlocks(tier=tier, reason=reason, blocks=blocks)
+                for (tier, reason), blocks in service.cache.gone.items()
+            ],
         )
         return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -179,7 +179,7 @@ def test_a_running_server_answers_for_itself(tmp_path: Path, tiny_model: Path) -
         _, found = told("--url", *data)
         assert "over the last 3 replies: " in found["first token (TTFT)"]["detail"]
         assert "over the last 3 replies, " in found["each token (TPOT)"]["detail"]
-        assert "of the cache's 8 MiB holds chats" in found["memory"]["detail"]
+        assert "of the device's 8 MiB holds chats" in found["memory"]["detail"]
         assert found["throughput"]["detail"].startswith("not enough data yet")
 
         _, found = told(*data, "--model", str(tiny_model), "--port", server.url.rpartition(":")[2])

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from chat import cache_log
@@ -225,6 +226,15 @@ async def test_a_database_that_takes_no_events_stops_nothing(service, store, eng
     second = (await service.cache.events(1))[0]
     await eventually_equal(lambda: store.cache.events(5), [second])
     assert [event.blocks for event in await service.cache.events(5)] == [1, 2]
+
+
+async def test_blocks_that_are_gone_are_counted_by_tier_and_reason(service, engine, chats):
+    demoted = msgspec.structs.replace(happened("", 8), action="demoted", target="host")
+    saved = msgspec.structs.replace(happened("", 16), action="saved", source=None, target="disk")
+    evicted = msgspec.structs.replace(happened("", 4), action="evicted", source="host", reason="it was full")
+    engine.on_cache_log(told(happened(chats[0], 1), happened("", 2), demoted, saved))
+    engine.on_cache_log(told(evicted))
+    assert service.cache.gone == {("disk", "30 days unused"): 3, ("host", "it was full"): 4}
 
 
 async def test_turns_are_traced_also_those_that_were_told_last(service, store, engine, chats):

@@ -11,8 +11,10 @@ from chat.doctor import Finding
 from chat.doctor_measures import Waits, by_concurrency, read_beside, reuse, together
 from chat.doctor_questions import answers, duration, first_token, memory, per_token, seconds, throughput
 from chat.doctor_server import examine
-from chat.figures import RecentReply, ServerFigures
-from engine.protocol import Capabilities, ModelUsage, Snapshot
+from chat.figures import GoneBlocks, RecentReply, ServerFigures
+from chat.misses import GONE as GONE_FOR_GOOD
+from engine.cache.tiers import WHY
+from engine.protocol import Capabilities, ModelUsage, Snapshot, TierUsage
 
 MIB = 2**20
 
@@ -41,8 +43,23 @@ def late(**changed: Any) -> RecentReply:
     return reply(**{"ttft_s": 2.0, "total_s": 3.0, "read_s": 1.8, **changed})
 
 
+def tiers(**budgets: int) -> list[TierUsage]:
+    """Tiers of so many MiB, of which a quarter is used."""
+    return [
+        TierUsage(
+            tier=tier,
+            budget_bytes=budgets.get(tier, 0) * MIB,
+            held_bytes=0,
+            used_bytes=budgets.get(tier, 0) * MIB // 4,
+            pinned_bytes=0,
+            blocks=0,
+        )
+        for tier in ("device", "host", "disk")
+    ]
+
+
 def snapshot(**changed: Any) -> Snapshot:
-    """A pool of 1,000 blocks: 100 are free, 300 held by replies, 600 kept for later."""
+    """A pool of 1,000 blocks: 100 are free, 300 held by replies, 600 kept for later; and a disk tier of 2 GiB."""
     blocks = {name: changed.pop(name, count) for name, count in
               {"total_blocks": 1000, "free_blocks": 100, "leased_blocks": 300, "idle_blocks": 600}.items()}  # fmt: skip
     model = ModelUsage(
@@ -63,6 +80,7 @@ def snapshot(**changed: Any) -> Snapshot:
         "preemptions": 0,
         "evicted_blocks": 0,
         "sessions": {},
+        "tiers": tiers(device=352, disk=2048),
     }
     return Snapshot(**{**usual, **blocks, **changed})
 
@@ -110,6 +128,7 @@ def why(finding: Finding) -> tuple[str, str]:
     return finding.detail.rpartition("because ")[2], finding.fix
 
 
+GONE = {"miss_cause": "evicted", "miss_detail": "disk: it was full"}
 MORE = "raise --device-kv, which is 352 MiB now, for instance to 704MiB"
 
 
@@ -139,8 +158,9 @@ def test_a_server_that_is_well() -> None:
         Finding(
             "ok",
             "memory",
-            "90% of the cache's 352 MiB holds chats, 30% is held by replies being written; 2 run, 0 wait; since the "
-            "start 0 replies had to step back, and 0 blocks of earlier chats gave way",
+            "90% of the device's 352 MiB holds chats, 30% is held by replies being written; host is off, disk holds "
+            "512 MiB of 2 GiB; 2 run, 0 wait; of the last 4 prompts, 90% came from the device, 0% from host and 0% "
+            "from disk; since the start 0 replies had to step back",
         ),
         Finding(
             "ok",
@@ -210,11 +230,11 @@ def test_late_though_most_is_reused() -> None:
 
 
 def test_late_because_chats_gave_way() -> None:
-    cold = late(reused_tokens=10, computed_tokens=90)
-    figures = server([cold] * 3, snapshot=snapshot(evicted_blocks=1234))
+    figures = server([late(reused_tokens=10, computed_tokens=90, **GONE)] * 3)
     assert why(first_token(figures)) == (
-        "90 tokens of each prompt are read at 50 tokens/s; 1,234 blocks of earlier chats gave way in the full cache",
-        MORE,
+        "90 tokens of each prompt are read at 50 tokens/s; 3 of the last 3 prompts missed what had been there "
+        "(disk: it was full)",
+        "raise --disk-kv, which is 2 GiB now, for instance to 4096MiB",
     )
 
 
@@ -309,12 +329,60 @@ def test_memory_that_is_too_small(changed: dict[str, int], words: str) -> None:
     assert finding.fix == MORE
 
 
-def test_chats_that_gave_way_matter_when_they_come_back() -> None:
-    evicted = snapshot(evicted_blocks=50)
-    assert memory(server(snapshot=evicted)).level == "ok"
-    cold = memory(server([reply(reused_tokens=10, computed_tokens=90)] * 3, snapshot=evicted))
-    assert cold.level == "warn"
-    assert cold.detail.endswith(". Of the last 3 prompts only 10% were reused")
+def test_the_tiers_are_told_with_what_came_from_them_and_what_left_them() -> None:
+    replies = [reply(host_tokens=30, disk_tokens=10), reply(), reply(first=False, disk_tokens=90)]
+    gone = [
+        GoneBlocks(tier="disk", reason="its time there was over", blocks=7),
+        GoneBlocks(tier="disk", reason="it was full", blocks=1200),
+    ]
+    held = snapshot(tiers=tiers(device=352, host=1024, disk=2048))
+    assert memory(server(replies, snapshot=held, gone=gone)).detail.partition("; ")[2] == (
+        "host holds 256 MiB of 1 GiB, disk holds 512 MiB of 2 GiB; 2 run, 0 wait; of the last 2 prompts, 70% came from "
+        "the device, 15% from host and 5% from disk; since the start 0 replies had to step back, 1,200 blocks left "
+        "disk (it was full), 7 blocks left disk (its time there was over)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("detail", "held", "fix"),
+    [
+        ("disk: it was full", {"disk": 2048}, "raise --disk-kv, which is 2 GiB now, for instance to 4096MiB"),
+        (GONE_FOR_GOOD, {"disk": 2048}, "raise --disk-kv, which is 2 GiB now, for instance to 4096MiB"),
+        (f"host: {WHY['ttl']}", {"host": 10}, "raise --host-ttl"),
+        ("disk: its time there was over", {"disk": 2048}, "raise --disk-ttl"),
+        (
+            "host: it was full",
+            {"host": 512},
+            "give chats a place on disk with --disk-kv, or raise --host-kv, which is 512 MiB now, for instance to "
+            "1024MiB",
+        ),
+        (
+            "host: it was full",
+            {"host": 512, "disk": 1},
+            "raise --host-kv, which is 512 MiB now, for instance to 1024MiB",
+        ),
+        (
+            "device: it had no room, and host and disk had no room",
+            {},
+            "give chats a place on disk with --disk-kv, or raise --device-kv, which is 352 MiB now, for instance to "
+            "704MiB",
+        ),
+    ],
+)
+def test_chats_that_are_gone_when_they_come_back(detail: str, held: dict[str, int], fix: str) -> None:
+    replies = [reply(miss_cause="evicted", miss_detail=detail), *[reply(miss_cause="new")] * 9]
+    finding = memory(server(replies, snapshot=snapshot(tiers=tiers(device=352, **held))))
+    assert finding.level == "warn"
+    assert finding.detail.endswith(f". 1 of the last 10 prompts missed what had been there ({detail})")
+    assert finding.fix == fix
+    assert memory(server([*replies, reply()])).level == "ok"  # now and then is no trouble
+
+
+def test_blocks_that_cannot_be_read_are_the_disks_fault() -> None:
+    damaged = reply(miss_cause="unreadable", miss_detail="its checksum is another")
+    finding = memory(server([damaged] * 3))
+    assert finding.detail.endswith("3 of the last 3 prompts missed what had been there (its checksum is another)")
+    assert finding.fix == "check the disk of the data directory, or name another with --data-dir"
 
 
 def test_memory_of_an_engine_that_is_away_or_has_no_model() -> None:

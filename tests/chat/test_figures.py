@@ -44,6 +44,7 @@ async def test_what_replies_cost_is_told_as_it_was(store, tiny_model, tmp_path):
             turn.figures.output_tokens,
         )
         assert reply.ttft_s == turn.figures.ttft_s
+        assert (reply.miss_cause, reply.miss_detail) == (turn.figures.miss.cause, "")
         assert 0 <= reply.queue_s + reply.read_s <= reply.total_s
     times = [reply.ended_at for reply in figures.replies]
     assert times == sorted(times)
