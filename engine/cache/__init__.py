@@ -5,6 +5,7 @@ None of these names needs torch; the modules that hold or move bytes do, and are
 
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.laws import violations
-from engine.cache.manager import BlockManager, Match
+from engine.cache.manager import BlockManager
+from engine.cache.match import Match
 
 __all__ = ["Block", "BlockManager", "Lease", "Match", "Scope", "violations"]

@@ -7,46 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from engine.cache.below import Below
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.free import FreeBlocks
 from engine.cache.idle import IdleBlocks
 from engine.cache.index import PrefixIndex
+from engine.cache.match import Match
 
 CopyTokens = Callable[[int, int, int], None]
-
-
-class Below(Protocol):
-    """What lies below the pool, and decides who leaves it."""
-
-    def order(self, idle: list[Block]) -> list[Block]:
-        """The idle blocks, which come oldest first, with the first to go first; children before their parents."""
-
-    def keep(self, block: Block) -> None:
-        """Take a copy of a block, if that is worth it: its slot is about to be reused."""
-
-    def released(self, lease: Lease) -> None:
-        """A lease ends; its blocks still say all that they hold."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """What the index holds of a prompt: `full` blocks from the start, then `tail_tokens` leading tokens of `tail`.
-
-    `adopt`: the tail can be continued in place; otherwise its tokens are copied. `reused` counts all of them.
-    """
-
-    full: tuple[Block, ...]
-    reused: int
-    tail: Block | None = None
-    tail_tokens: int = 0
-    adopt: bool = False
-
-    def without_copy(self) -> Match:
-        """The same without the copied tokens: a copy needs a block more than it saves."""
-        return self if self.adopt else Match(self.full, self.reused - self.tail_tokens)
 
 
 class BlockManager:
