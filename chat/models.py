@@ -117,13 +117,13 @@ class Models:
             capabilities = await self._served("That model", source, adapter)
         except ModelUnavailable as error:
             raise ModelNotLoadable(error.message) from error
-        record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
+        record = await self._store.catalog.save_model(name=capabilities.model_name, source=source, adapter=adapter)
         self._read.pop(record.id, None)  # its tokenizer or template may be what was changed
         try:
             return await self._kept(record, capabilities)
         except UnusableModel:
             if record.used_at == record.created_at:  # new, and of no use to anybody
-                await self._store.delete_model(record.id)
+                await self._store.catalog.delete_model(record.id)
             raise
 
     async def forget(self, model_id: str) -> None:
@@ -133,12 +133,12 @@ class Models:
         """
         if model_id == self.default_id:
             raise InvalidRequest("The model that Keepwarm started with stays in the list while it runs.", "model")
-        if chats := await self._store.chats_of_model(model_id):
+        if chats := await self._store.catalog.chats_of_model(model_id):
             which = "1 chat is" if chats == 1 else f"{chats:,} chats are"
             raise InvalidRequest(
                 f"{which} held with this model; choose another for them, or delete them, first.", "model"
             )
-        if not await self._store.delete_model(model_id):
+        if not await self._store.catalog.delete_model(model_id):
             raise ModelNotFound(model_id)
         self._read.pop(model_id, None)
 
@@ -146,7 +146,7 @@ class Models:
 
     async def views(self) -> list[ModelView]:
         """All models that were ever loaded, the default first, then the last used first."""
-        records = await self._store.models()
+        records = await self._store.catalog.models()
         return [self._view(record) for record in sorted(records, key=lambda record: record.id != self.default_id)]
 
     async def view(self, name: str) -> ModelView:
@@ -185,12 +185,14 @@ class Models:
             if self._default is None or self._default[0] != capabilities.fingerprint:
                 config = self._engine.config
                 source, adapter = _place(config.model), _place(config.adapter or "")
-                record = await self._store.save_model(name=capabilities.model_name, source=source, adapter=adapter)
+                record = await self._store.catalog.save_model(
+                    name=capabilities.model_name, source=source, adapter=adapter
+                )
                 self._default = (capabilities.fingerprint, record)
             return self._default[1]
 
     async def _record(self, model_id: str) -> ModelRecord:
-        for record in await self._store.models():
+        for record in await self._store.catalog.models():
             if record.id == model_id:
                 return record
         raise ModelNotFound(model_id)
@@ -202,7 +204,7 @@ class Models:
     async def _kept(self, record: ModelRecord, capabilities: Capabilities) -> LoadedModel:
         """The model with its files. Raises ModelNotFound when it was forgotten while it was loaded."""
         loaded = await self._files_of(record, capabilities)
-        if not await self._store.touch_model(record.id):
+        if not await self._store.catalog.touch_model(record.id):
             self._read.pop(record.id, None)
             raise ModelNotFound(record.name)
         return loaded

@@ -1,7 +1,11 @@
-"""The queries about models that were loaded. Each takes an open transaction; none knows threads or connections."""
+"""The models that were loaded once, and the queries about them.
+
+`Catalog` belongs to a `Store`, which lends it its threads; each query takes an open transaction.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 from sqlalchemy import delete, func, select, update
@@ -9,8 +13,39 @@ from sqlalchemy.orm import Session
 
 from storage.models import ModelRow, SessionRow
 from storage.records import ModelRecord, new_id
+from storage.threads import Threads
 
 _MODEL = [ModelRow.__table__.c[name] for name in ModelRecord.__dataclass_fields__]
+
+
+class Catalog:
+    """The models; every method may raise a StorageError."""
+
+    def __init__(self, threads: Threads, clock: Callable[[], float]) -> None:
+        self._threads = threads
+        self._clock = clock
+
+    async def save_model(self, *, name: str, source: str, adapter: str = "") -> ModelRecord:
+        """The model of this source and adapter, made now if it is new; `name` gets a number where it is taken."""
+        now = self._clock()
+        return await self._threads.write(lambda db: save_model(db, name, source, adapter, now))
+
+    async def models(self) -> list[ModelRecord]:
+        """All models that were loaded once, the last used first."""
+        return await self._threads.read(list_models)
+
+    async def touch_model(self, model_id: str) -> bool:
+        """Note that a model is used now; False when there is no such model."""
+        now = self._clock()
+        return await self._threads.write(lambda db: touch_model(db, model_id, now))
+
+    async def chats_of_model(self, model_id: str) -> int:
+        """How many chats of the page are held with a model."""
+        return await self._threads.read(lambda db: chats_of(db, model_id))
+
+    async def delete_model(self, model_id: str) -> bool:
+        """Forget a model; its sessions then have none. False when there is no such model."""
+        return await self._threads.write(lambda db: delete_model(db, model_id))
 
 
 def save_model(db: Session, name: str, source: str, adapter: str, now: float) -> ModelRecord:

@@ -2,7 +2,7 @@
 
 A call's SQL runs on one writing thread or on one of a few reading threads, in a transaction of its own; what comes back
 is a frozen record. A call that returned is on the disk. A cancelled write that had begun is still carried out.
-The queries are in `sessions`, `messages`, `catalog`, `saved` and `cache_tables`, the threads in `threads`.
+The queries are in `sessions`, `messages` and `saved`, and in the parts' own modules; the threads in `threads`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from storage import catalog, messages, saved, sessions
+from storage import messages, saved, sessions
 from storage.cache_tables import CacheTables, note_drops
+from storage.catalog import Catalog
 from storage.deletion import mark_scrub_due
 from storage.records import (
     KEEP,
     Keep,
     MessageRecord,
-    ModelRecord,
     Origin,
     Role,
     SessionRecord,
@@ -38,12 +38,13 @@ from storage.threads import Threads
 class Store:
     """The database of one data directory. Usable from one event loop; every method may raise a StorageError.
 
-    `cache` has the tables about the cache.
+    `catalog` has the models, `cache` the tables about the cache.
     """
 
     def __init__(self, threads: Threads, clock: Callable[[], float]) -> None:
         self._threads = threads
         self._clock = clock
+        self.catalog = Catalog(threads, clock)
         self.cache = CacheTables(threads)
 
     @classmethod
@@ -179,30 +180,6 @@ class Store:
         if found:
             await self._threads.scrub()
         return found
-
-    # Models
-
-    async def save_model(self, *, name: str, source: str, adapter: str = "") -> ModelRecord:
-        """The model of this source and adapter, made now if it is new; `name` gets a number where it is taken."""
-        now = self._clock()
-        return await self._threads.write(lambda db: catalog.save_model(db, name, source, adapter, now))
-
-    async def models(self) -> list[ModelRecord]:
-        """All models that were loaded once, the last used first."""
-        return await self._threads.read(catalog.list_models)
-
-    async def touch_model(self, model_id: str) -> bool:
-        """Note that a model is used now; False when there is no such model."""
-        now = self._clock()
-        return await self._threads.write(lambda db: catalog.touch_model(db, model_id, now))
-
-    async def chats_of_model(self, model_id: str) -> int:
-        """How many chats of the page are held with a model."""
-        return await self._threads.read(lambda db: catalog.chats_of(db, model_id))
-
-    async def delete_model(self, model_id: str) -> bool:
-        """Forget a model; its sessions then have none. False when there is no such model."""
-        return await self._threads.write(lambda db: catalog.delete_model(db, model_id))
 
     # Messages
 

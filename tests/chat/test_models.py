@@ -230,7 +230,7 @@ async def test_clients_name_the_model_they_want(service, engine, store: Store, o
         engine.others["/models/other"] = "no folder /models/other"
         answer = await http.post("/v1/chat/completions", json=body | {"model": "other"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_unavailable")
-    names = {model.id: model.name for model in await store.models()}
+    names = {model.id: model.name for model in await store.catalog.models()}
     remembered = []
     for listed_session in await store.sessions(service.user.id, origin="api"):
         record = await store.session(service.user.id, listed_session.id)
@@ -318,7 +318,7 @@ async def test_nothing_of_a_message_is_stored_whose_model_is_forgotten_meanwhile
 async def test_a_client_whose_model_is_forgotten_meanwhile_is_told(service, engine, store, other):
     added = await service.add_model("/models/other")
     model = await service._models.get(added.id)
-    await store.delete_model(added.id)
+    await store.catalog.delete_model(added.id)
     request = Request((Entry("user", "hi"),), TurnOptions(), 0.0)
     with pytest.raises(ModelNotFound, match="'other'"):
         await service._completions.begin(service.user, model, request)
@@ -358,7 +358,7 @@ async def test_a_model_forgotten_a_moment_ago_is_said_to_be_none(service, store,
     added = await service.add_model("/models/other")
     chat = await service.create_session(service.user.id)
     known = await service.models()
-    await store.delete_model(added.id)
+    await store.catalog.delete_model(added.id)
 
     async def before() -> list[ModelView]:
         return known

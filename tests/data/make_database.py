@@ -84,10 +84,10 @@ async def _a_chat_cut_short(store: Store, user: UserRecord) -> None:
 async def _chats_with_models(store: Store, user: UserRecord) -> None:
     """API chats, so that the page's list stays what it was in the revisions before."""
     for name, source, adapter in (("tiny", "/models/tiny", ""), ("tiny+巴黎", "/models/tiny", "/adapters/巴黎")):
-        model = await store.save_model(name=name, source=source, adapter=adapter)
+        model = await store.catalog.save_model(name=name, source=source, adapter=adapter)
         chat = await store.create_session(user.id, origin="api", model_id=model.id)
         await _say(store, chat.id, None, "user", "Which are you?")
-    await store.save_model(name="tiny", source="owner/tiny")
+    await store.catalog.save_model(name="tiny", source="owner/tiny")
 
 
 async def _what_the_cache_did(store: Store, user: UserRecord) -> None:
@@ -161,7 +161,7 @@ async def describe(store: Store) -> dict[str, Any]:
     whole = {
         "user": dataclasses.asdict(user) | {"salt": user.salt.hex()},
         "chats": chats,
-        "models": [dataclasses.asdict(model) for model in await store.models()],
+        "models": [dataclasses.asdict(model) for model in await store.catalog.models()],
         "settings": await store.saved_settings(),
         "events": [dataclasses.asdict(event) for event in await store.cache.events(100)],
         "trace": [dataclasses.asdict(turn) | {"blocks": turn.blocks.hex()} for turn in await store.cache.trace(100)],
