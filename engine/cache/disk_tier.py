@@ -68,16 +68,16 @@ class DiskTier:
         if self.files is None or not self.accepts(size) or (slot := self.staging.take(size)) is None:
             return False
         fill(self.staging.view(slot))
-        self.files.writes.spend(file_bytes(size))
         cold.writing = True
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
-        header, image, blocks = _header(cold), _memory(self.staging.view(slot)), self.files.blocks
+        header, image, files = _header(cold), _memory(self.staging.view(slot)), self.files
 
         def work() -> None:
             result: int | Exception
             try:
-                result = blocks.write(header, image)
+                files.writes.spend(file_bytes(size))
+                result = files.blocks.write(header, image)
             except Exception as error:
                 result = error
             self._post(lambda: finish(result))
