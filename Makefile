@@ -1,6 +1,6 @@
 # make run starts Keepwarm, make test tests it; both set .venv up first, and again whenever a lock file changes.
 
-.PHONY: run test lint format bench mutants lock clean
+.PHONY: run test lint format bench bench-cache stress mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -26,6 +26,12 @@ format: .venv/installed-dev  ## put the code into ruff's form
 
 bench: .venv/installed-dev  ## replay chats against a fresh server and measure; options in ARGS="--sessions 4"
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+bench-cache: .venv/installed-dev  ## measure the tiers; a part with ARGS="--only tiers --rounds 1"
+	@$(BIN)/python -m tests.bench.cache $(ARGS)
+
+stress: .venv/installed-dev  ## many chats at once on small tiers, every token checked; ARGS="--seconds 30"
+	@$(BIN)/python -m tests.stress $(ARGS)
 
 mutants: .venv/installed-dev  ## sabotage the code line by line; each sabotage must turn a test red
 	@$(BIN)/python -m tests.mutants
