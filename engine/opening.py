@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from engine import budgets
+from engine.budgets import fill_in
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files, Post
 from engine.cache.holders import HolderFiles
@@ -29,7 +29,7 @@ def open_tiers(
 
     A folder that cannot be used turns the disk tier off, and the log says why: chats go on without it.
     """
-    limits = fill_in(config.cache, config.kv_dir, device)
+    limits = fill_in(config.cache, config.kv_dir, on_cpu=device.type == "cpu")
     files: Files | None = None
     if config.kv_dir is not None:
         try:
@@ -42,11 +42,6 @@ def open_tiers(
         log.warning("%s (%s)", reason, size(old.bytes))
         tiers.journal.note("set_aside", reason, size=old.bytes, source="disk", blocks=old.files)
     return limits, tiers
-
-
-def fill_in(cache: CacheConfig, kv_dir: str | None, device: torch.device) -> CacheConfig:
-    """The limits with every budget of host and disk filled in, for models on `device`."""
-    return budgets.fill_in(cache, kv_dir, on_cpu=device.type == "cpu")
 
 
 def _open_files(root: Path, limits: CacheConfig) -> Files:

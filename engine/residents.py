@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
+from engine.budgets import fill_in
 from engine.cache.disk_tier import Post
 from engine.config import CacheConfig, EngineConfig
 from engine.errors import EngineError, ModelLoadError
 from engine.model import kinds, loading, memory, sources
 from engine.model.choices import recorded_dtype
 from engine.model.folders import read_configuration
-from engine.opening import fill_in, open_tiers
+from engine.opening import open_tiers
 from engine.served import MIN_BLOCKS, Measures, ServedModel, contents, lacks_memory, no_room_for_pool
 from engine.shares import split, usual_bytes
 from engine.words import size
@@ -122,7 +123,8 @@ class Residents:
     def configure(self, cache: CacheConfig) -> None:
         """Other budgets and rules from now on. Raises `EngineError` for what cannot be; then nothing has changed."""
         models = list(self)
-        limits = fill_in(cache, self._config.kv_dir, models[0].loaded.device)
+        on_cpu = models[0].loaded.device.type == "cpu"
+        limits = fill_in(cache, self._config.kv_dir, on_cpu=on_cpu)
         wanted = limits.device_kv or self._auto_budget
         leased = sum(served.holding.leased_bytes for served in models)
         least = max([leased, *(MIN_BLOCKS * served.measures.block_bytes for served in models)])

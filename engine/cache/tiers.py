@@ -69,6 +69,8 @@ class ColdTiers:
             self.limits = old
             raise
         self.policy = policy
+        if self.disk.files is not None:
+            self.disk.files.writes.bytes_per_day = limits.disk_writes
         for tier in COLD:
             self.enforce(tier)
         self.host.resize(limits.host_kv or 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.config import EngineConfig
+from engine.config import CacheConfig, EngineConfig
 from engine.errors import ModelLoadError
 from engine.loop import Engine
 from engine.model import loading, selfcheck, sources
@@ -46,14 +46,14 @@ def test_a_pickle_is_never_read(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "words"),
+    ("device_kv", "words"),
     [
-        ({"device_kv": 1000}, "device_kv of 1,000 bytes is too small for model, which needs at least 16 KiB"),
-        ({"device_kv": 2**60}, "choose a smaller device_kv"),
+        (1000, "device_kv of 1,000 bytes is too small for model, which needs at least 16 KiB"),
+        (2**60, "choose a smaller device_kv"),
     ],
 )
-def test_a_pool_that_cannot_be_is_refused_with_numbers(model: Path, tmp_path: Path, kwargs: dict, words: str) -> None:
-    assert words in why(model, tmp_path, **kwargs)
+def test_a_pool_that_cannot_be_is_refused_with_numbers(model: Path, tmp_path: Path, device_kv: int, words: str) -> None:
+    assert words in why(model, tmp_path, cache=CacheConfig(device_kv=device_kv))
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("tpu", "float32"), ("cpu", "int4")])
