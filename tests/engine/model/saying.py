@@ -17,21 +17,21 @@ def quiet(*_: object) -> None:
     pass
 
 
-def start(model: Path | str, cache: Path, **kwargs) -> list[Event]:
+def start(model: Path | str, cache_dir: Path, **kwargs) -> list[Event]:
     """What an engine says of a model, without its progress."""
     events: list[Event] = []
     engine = Engine(events.extend)
     engine.inbox.put(
-        Start(config=EngineConfig(model=str(model), cache_dir=str(cache), device="cpu", dtype="float32", **kwargs))
+        Start(config=EngineConfig(model=str(model), cache_dir=str(cache_dir), device="cpu", dtype="float32", **kwargs))
     )
     engine.inbox.put(Shutdown())
     engine.run()
     return [event for event in events if not isinstance(event, Loading)]
 
 
-def why(model: Path | str, cache: Path, **kwargs) -> str:
+def why(model: Path | str, cache_dir: Path, **kwargs) -> str:
     """Why an engine does not start with a model."""
-    (event,) = start(model, cache, **kwargs)
+    (event,) = start(model, cache_dir, **kwargs)
     assert isinstance(event, LoadFailed)
     assert "\n" not in event.message
     return event.message
