@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.cache.block import Scope
-from engine.cache.cold import ColdBlock
-from engine.cache.tiers import COLD, TIERS
+from engine.cache.tiers import COLD, TIERS, Leaving
 from engine.config import Tier
 from engine.errors import EngineError
 from engine.ledger import residencies, snapshot
@@ -37,8 +36,6 @@ LOG_SECONDS = 1.0  # between two messages of what happened
 IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
 PINNED_SHARE = 0.5  # of a tier's budget that pinned sessions may fill
-BELOW: dict[Tier | None, int] = {"device": 0, "host": 1, "disk": 2, None: 3}
-
 Asked = Drop | Pin | Demote | Configure | Estimate | GetSnapshot
 
 
@@ -51,7 +48,8 @@ class Keeper:
         self._look_at = dict.fromkeys(TIERS, now + GRACE_S)
         self._log_at = 0.0
         self._more = False  # something can be saved at once
-        self._leaving: list[tuple[Dropped, list[ColdBlock]]] = []
+        self._moving: list[Demote] = []  # not all of it has left yet
+        self._leaving: list[tuple[Dropped, Leaving]] = []
 
     # --- while time goes by -------------------------------------------------------------------------------------------
 
@@ -68,6 +66,7 @@ class Keeper:
         for tier in COLD:
             if self._due(tier, now) or not self._tiers.tier_limits(tier).fits(self._tiers.used(tier)):
                 self._tiers.enforce(tier)
+        self._moving = [demote for demote in self._moving if not self._move_down(demote)[2]]
         return [*self._gone(), *self._news(now)]
 
     def rest_seconds(self) -> float | None:
@@ -75,7 +74,7 @@ class Keeper:
         if self._more:
             return 0.0
         unsaved = any(served.residency.saver.unsaved for served in self._residents)
-        if unsaved or self._leaving or self._tiers.journal.pending:
+        if unsaved or self._moving or self._leaving or self._tiers.journal.pending:
             return LOG_SECONDS
         return min((_interval(ttl) for tier in TIERS if (ttl := self._ttl(tier)) is not None), default=None)
 
@@ -106,7 +105,7 @@ class Keeper:
 
     def _gone(self) -> list[Event]:
         """The answers to drops whose last files have been written, and deleted."""
-        ready = [answer for answer, writing in self._leaving if not any(cold.writing for cold in writing)]
+        ready = [answer for answer, leaving in self._leaving if self._tiers.has_gone(leaving)]
         self._leaving = [each for each in self._leaving if each[0] not in ready]
         return list(ready)
 
@@ -129,18 +128,16 @@ class Keeper:
                 return [snapshot(command.call_id, self._residents, self._clock())]
 
     def _drop(self, drop: Drop) -> list[Event]:
+        self._moving = [demote for demote in self._moving if demote.session_id != drop.session_id]
         events: list[Event] = []
         blocks = taken = 0
         for served in self._residents:
             freed, ended = served.drop(drop.session_id)
             blocks, taken = blocks + freed, taken + freed * served.measures.block_bytes
             events += ended
-        writing = [cold for cold in self._tiers.index.held_by(drop.session_id) if cold.writing]
-        cold_blocks, cold_bytes = self._tiers.drop(drop.session_id)
-        answer = Dropped(call_id=drop.call_id, blocks=blocks + cold_blocks, bytes=taken + cold_bytes)
-        if not writing:
-            return [*events, answer]
-        self._leaving.append((answer, writing))
+        leaving = self._tiers.drop(drop.session_id)
+        answer = Dropped(call_id=drop.call_id, blocks=blocks + leaving.blocks, bytes=taken + leaving.bytes)
+        self._leaving.append((answer, leaving))
         return events
 
     def _pin(self, pin: Pin) -> Pinned:
@@ -177,13 +174,21 @@ class Keeper:
         return ""
 
     def _demote(self, demote: Demote) -> Demoted:
+        blocks, taken, done = self._move_down(demote)
+        if not done:
+            self._moving.append(demote)
+        return Demoted(call_id=demote.call_id, blocks=blocks, bytes=taken)
+
+    def _move_down(self, demote: Demote) -> tuple[int, int, bool]:
+        """Blocks and bytes that left a tier, and whether all have that are to; the others wait for the disk."""
         blocks = taken = 0
+        done = True
         for served in self._residents:
-            if BELOW[demote.to] > BELOW["device"]:
-                count = served.residency.demote(demote.session_id, demote.to)
-                blocks, taken = blocks + count, taken + count * served.measures.block_bytes
-        count, freed = self._tiers.demote(demote.session_id, demote.to)
-        return Demoted(call_id=demote.call_id, blocks=blocks + count, bytes=taken + freed)
+            if demote.to != "device":
+                count, all_went = served.residency.demote(demote.session_id, demote.to)
+                blocks, taken, done = blocks + count, taken + count * served.measures.block_bytes, done and all_went
+        count, freed, all_went = self._tiers.demote(demote.session_id, demote.to)
+        return blocks + count, taken + freed, done and all_went
 
     def _configure(self, configure: Configure) -> Configured:
         try:

@@ -47,14 +47,18 @@ class DiskTier:
 
     def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
         self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
-        self.earlier = Earlier.found(files.blocks, files.holders.load_all(), wall()) if files is not None else None
+        self.earlier = (
+            Earlier.found(files.blocks, files.holders.load_all(), wall(), self._unlink) if files is not None else None
+        )
         self.bytes = self.earlier.size if self.earlier is not None else 0
         self.saving = self.loading = 0  # blocks on their way
+        self.deleting: set[bytes] = set()  # keys whose files are about to go
         self.read_at = 0.0  # when a read ended last
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
         self._clerk = ThreadPoolExecutor(1, thread_name_prefix="disk-tier-records")  # one: records keep their order
         self._writes_from = 0.0
+        self._closed = False
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -65,7 +69,9 @@ class DiskTier:
     def write(self, cold: ColdBlock, fill: Fill, done: Callable[[EngineError | None], None]) -> bool:
         """Begin to write what `fill` copies; `done` is told how it ended. False: not now."""
         size = cold.space.codec.size
-        if self.files is None or not self.accepts(size) or (slot := self.staging.take(size)) is None:
+        if cold.key in self.deleting or not self.accepts(size):
+            return False
+        if self.files is None or (slot := self.staging.take(size)) is None:
             return False
         fill(self.staging.view(slot))
         cold.writing = True
@@ -134,14 +140,30 @@ class DiskTier:
         return True
 
     def delete(self, cold: ColdBlock) -> None:
-        """Delete a block's file. One that is being written has none yet."""
-        if self.files is not None and cold.disk:
-            try:
-                self.files.blocks.delete(cold.space.fingerprint, cold.key)
-            except EngineError as error:
-                log.error("a block's file could not be deleted: %s", error)
+        """Have a block's file deleted. One that is being written has none yet."""
+        if cold.disk:
+            self._unlink(cold.space.fingerprint, cold.key)
         self.bytes -= cold.disk
         cold.disk = 0
+
+    def _unlink(self, fingerprint: bytes, key: bytes) -> None:
+        """Not on the engine's thread: it takes milliseconds. Until it has ended, no file is written in its place."""
+        if self.files is None:
+            return
+        blocks = self.files.blocks
+        self.deleting.add(key)
+
+        def work() -> None:
+            try:
+                blocks.delete(fingerprint, key)
+            except EngineError as error:
+                log.error("a block's file could not be deleted: %s", error)
+            self._post(lambda: self.deleting.discard(key))
+
+        if self._closed:
+            work()
+        else:
+            self._clerk.submit(work)
 
     def quarantine(self, cold: ColdBlock, why: str) -> None:
         """Have a file that cannot be trusted never read again."""
@@ -199,10 +221,14 @@ class DiskTier:
 
         self._clerk.submit(work)
 
-    def forget(self, session_id: str) -> None:
-        """Delete what is written down of a session, and files of other formats, which may be its own."""
+    def forget(self, session_id: str, done: Callable[[], None]) -> None:
+        """Delete what is written down of a session, and files of other formats, which may be its own; then call `done`.
+
+        By then the files that were to be deleted before are gone, too.
+        """
         files = self.files
         if files is None:
+            done()
             return
         if self.earlier is not None:
             self.bytes -= self.earlier.drop(session_id)
@@ -214,11 +240,13 @@ class DiskTier:
                 files.blocks.sync()
             except EngineError as error:
                 log.error("what is noted of a deleted chat could not be deleted: %s", error)
+            self._post(done)
 
-        self._clerk.submit(work).result()
+        self._clerk.submit(work)
 
     def close(self) -> None:
         """Let what was begun end; nothing more is begun."""
+        self._closed = True
         self._workers.shutdown(wait=True)
         self._clerk.shutdown(wait=True)
 

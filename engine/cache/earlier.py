@@ -28,18 +28,20 @@ class EarlierBlock:
 class Earlier:
     """Blocks by model and key. `sessions` are those that hold any, with the Unix time of their last use."""
 
-    files: BlockFiles
+    delete: Callable[[bytes, bytes], None]  # of a fingerprint and a key; not at once
     models: dict[bytes, dict[bytes, EarlierBlock]] = field(default_factory=dict)
     sessions: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def found(cls, files: BlockFiles, records: Iterable[SessionRecord], now: float) -> Earlier:
+    def found(
+        cls, files: BlockFiles, records: Iterable[SessionRecord], now: float, delete: Callable[[bytes, bytes], None]
+    ) -> Earlier:
         """Read what is there; `now` is Unix time.
 
         A record says who holds a block. The block's own header does where no record names it: then its session was
         about to be noted when the engine ended.
         """
-        earlier = cls(files)
+        earlier = cls(delete)
         holders: dict[bytes, dict[str, float]] = {}
         for record in records:
             earlier.sessions[record.session_id] = record.used_at
@@ -72,14 +74,14 @@ class Earlier:
         return {fingerprint: keys for fingerprint, keys in held.items() if keys}
 
     def drop(self, session_id: str) -> int:
-        """Forget a session and delete what only it holds; the bytes that went. Raises what deleting raises."""
+        """Forget a session and delete what only it holds; the bytes that went."""
         gone = 0
         self.sessions.pop(session_id, None)
         for fingerprint, blocks in self.models.items():
             for key, block in list(blocks.items()):
                 block.holders.discard(session_id)
                 if not block.holders:
-                    self.files.delete(fingerprint, key)
+                    self.delete(fingerprint, key)
                     gone += blocks.pop(key).stored.bytes
         return gone
 
@@ -89,7 +91,7 @@ class Earlier:
         for fingerprint, blocks in self.models.items():
             for key, block in list(blocks.items()):
                 if block.used_at < before and not stays(block.holders):
-                    self.files.delete(fingerprint, key)
+                    self.delete(fingerprint, key)
                     gone += blocks.pop(key).stored.bytes
         return gone
 
@@ -105,6 +107,6 @@ class Earlier:
         for _, _, fingerprint, key in oldest:
             if gone >= wanted:
                 break
-            self.files.delete(fingerprint, key)
+            self.delete(fingerprint, key)
             gone += self.models[fingerprint].pop(key).stored.bytes
         return gone

@@ -91,9 +91,7 @@ class Residency:
 
     def order(self, idle: list[Block]) -> list[Block]:
         """Idle blocks with the first to go first."""
-        by_key: dict[bytes, list[Block]] = {}  # several tails may hold the same tokens: samples that agreed
-        for block in idle:
-            by_key.setdefault(block.key or b"", []).append(block)
+        by_key = _by_key(idle)
         entries = [self._entry(key, same[0]) for key, same in by_key.items()]
         return [block for entry in self.tiers.policy.order(entries, self._clock()) for block in by_key[entry.key]]
 
@@ -101,6 +99,13 @@ class Residency:
         """A block is about to leave the device: offer it to the tiers below."""
         if block.key is not None:
             self.tiers.keep(block, self.space, self._copy_of(block), reason)
+
+    def _demote(self, block: Block, reason: str) -> bool:
+        """Have a block leave the device though its room is not needed yet; False: not now."""
+        if not self.tiers.keep(block, self.space, self._copy_of(block), reason, patient=True):
+            return False
+        self._books.evict(block)
+        return True
 
     def ended(self, lease: Lease, usage: Usage) -> None:
         """A turn ends, and cost so much; its lease is still held."""
@@ -154,27 +159,26 @@ class Residency:
         used = len(books.blocks) * size
         if limits.fits(used) and not expired:
             return
-        by_key = {block.key or b"": block for block in books.idle.oldest_first()}
-        entries = [self._entry(key, block) for key, block in by_key.items()]
+        by_key = _by_key(books.idle.oldest_first())
+        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
         for move in decide(self.tiers.policy, entries, limits, self._clock(), used=used, below="host"):
-            if self._clock() >= until:
+            if self._clock() >= until or not all(self._demote(block, WHY[move.reason]) for block in by_key[move.key]):
                 return
-            self.keep(by_key[move.key], WHY[move.reason])
-            books.evict(by_key[move.key])
 
-    def demote(self, session_id: str, to: Tier | None) -> int:
-        """Take a session's own idle blocks off the device; how many went."""
-        own = [block for block in self._books.idle.oldest_first() if block.holders == {session_id}]
-        for block in own:
-            if block.key is None:
-                continue
+    def demote(self, session_id: str, to: Tier | None) -> tuple[int, bool]:
+        """Take a session's own idle blocks off the device: how many went, and whether all have."""
+        own = [block for block in self._books.idle.oldest_first() if block.holders == {session_id} and block.key]
+        for count, block in enumerate(own):
             if to is not None:
-                self.keep(block, WISHED)
-            else:
-                self.tiers.journal.bury(block.key, WISHED)
-                self.tiers.journal.note("evicted", WISHED, size=self.space.codec.size, source="device")
+                if not self._demote(block, WISHED):
+                    return count, False
+                continue
+            self.tiers.journal.bury(block.key or b"", WISHED)
+            self.tiers.journal.note(
+                "evicted", WISHED, size=self.space.block_bytes, source="device", holders=[session_id]
+            )
             self._books.evict(block)
-        return len(own)
+        return len(own), True
 
     def _entry(self, key: bytes, block: Block) -> Entry:
         sessions, tokens = self.tiers.sessions, len(block.token_ids)
@@ -246,7 +250,8 @@ class Residency:
             if _tier(restore, piece) != _tier(restore, restore.pieces[0]) or _tier(restore, piece) is None:
                 break
             pieces.append(piece)
-        if restore.pieces and not pieces and not restore.pieces[0].cold.disk:
+        first = restore.pieces[0].cold if restore.pieces else None
+        if first is not None and not pieces and not first.disk and not first.writing:
             restore.failed = restore.failed or "its copy is gone"
             self.abandon(restore)
         return pieces
@@ -367,6 +372,14 @@ class Residency:
         if use is not None and position < use.tokens:
             return Miss(position=position, cause="diverged")
         return Miss(position=position, cause="new")
+
+
+def _by_key(blocks: list[Block]) -> dict[bytes, list[Block]]:
+    """Blocks by key: several tails may hold the same tokens, of samples or tries that agreed."""
+    by_key: dict[bytes, list[Block]] = {}
+    for block in blocks:
+        by_key.setdefault(block.key or b"", []).append(block)
+    return by_key
 
 
 def _tier(restore: Restore, piece: Piece) -> Tier | None:

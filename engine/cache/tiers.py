@@ -6,8 +6,10 @@ copy that fails is never an error to a chat: the block is not there, and the log
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.cache.block import Block
@@ -28,6 +30,16 @@ COLD: tuple[Tier, ...] = ("host", "disk")
 PROBE_S = 300.0  # after which a tier that was found slow is tried again
 WISHED = "a person wished it"
 WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
+
+
+@dataclass
+class Leaving:
+    """What goes with a dropped session: blocks and bytes, those whose files may be on the way, and its record."""
+
+    blocks: int = 0
+    bytes: int = 0
+    writing: list[ColdBlock] = field(default_factory=list)
+    forgotten: threading.Event = field(default_factory=threading.Event)
 
 
 class ColdTiers:
@@ -98,7 +110,13 @@ class ColdTiers:
                 self.journal.note("evicted", "of models that are not loaded", size=gone, source="disk")
         used = self.used(tier)
         for move in decide(self.policy, entries, limits, self._clock(), used=used, below=below, needed=needed):
-            self._leave(tier, move)
+            if not self._leave(tier, move):
+                break  # the disk is busy; the others go when it has caught up
+        if needed and below == "disk" and not limits.fits(self.used(tier) + needed):
+            copied = [entry for entry in entries if (cold := self.index.get(entry.key)) is not None and cold.disk]
+            used = self.used(tier)
+            for move in decide(self.policy, copied, limits, self._clock(), used=used, below=below, needed=needed):
+                self._leave(tier, move)
         return limits.fits(self.used(tier) + needed)
 
     def _entry(self, cold: ColdBlock, tier: Tier) -> Entry:
@@ -115,21 +133,30 @@ class ColdTiers:
             recompute_s=space.compute_s(cold.depth * space.block_size, tokens) or 0.0,
         )
 
-    def _leave(self, tier: Tier, move: Move) -> None:
+    def _leave(self, tier: Tier, move: Move) -> bool:
+        """Carry out a move; False: not now, because its file cannot be written yet."""
         cold = self.index.get(move.key)
-        if cold is None:
-            return
-        if tier == "host":
-            if move.to == "disk":
-                self.copy_down(cold)
-            self._take_from_host(cold, move.reason)
-        else:
+        if cold is None or not size(cold, tier):
+            return True
+        if tier == "disk":
             self._take_from_disk(cold, move.reason)
+            return True
+        if move.to == "disk" and not self.copy_down(cold) and self.must_wait(cold):
+            return False
+        self._take_from_host(cold, move.reason)
+        return True
+
+    def must_wait(self, cold: ColdBlock) -> bool:
+        """Whether a block that is not on disk could be, once what is being written has ended."""
+        return self.has_disk and not cold.disk and not cold.writing and self.disk.saving > 0
 
     # --- taking in ----------------------------------------------------------------------------------------------------
 
-    def keep(self, block: Block, space: Space, fill: Fill, reason: str) -> None:
-        """A block leaves the device: have host hold it, or disk, as far as there is room."""
+    def keep(self, block: Block, space: Space, fill: Fill, reason: str, *, patient: bool = False) -> bool:
+        """A block leaves the device: have host hold it, or disk, as far as there is room.
+
+        False, for the `patient`: there will be room once what is being written has ended, and nothing was done.
+        """
         cold = self.index.get(block.key or b"") or ColdBlock.of(block, space)
         cold.last_used = max(cold.last_used, block.last_used)
         if cold.host is None and (slot := self._slot_in_host(space.codec.size)) is not None:
@@ -141,6 +168,8 @@ class ColdTiers:
         elif cold.host is None:
             self.write(cold, fill)
         target: Tier | None = "host" if cold.host else "disk" if cold.disk or cold.writing else None
+        if target is None and patient and self.must_wait(cold):
+            return False
         told = partial(
             self.journal.note,
             size=space.block_bytes,
@@ -151,11 +180,12 @@ class ColdTiers:
         if target is None:
             self.journal.bury(cold.key, f"device: {reason}, and host and disk had no room")
             told("evicted", f"{reason}, and host and disk had no room")
-            return
+            return True
         self._show(cold)
         for session_id in block.holders - cold.holders:
             self.index.hold(cold, session_id)
         told("demoted", reason, target=target)
+        return True
 
     def copied(self, amount: int, began: float) -> None:
         """So many bytes were copied between device and host, from `began` until now."""
@@ -224,39 +254,50 @@ class ColdTiers:
         self.disk.quarantine(cold, why)
         self._hide_if_nowhere(cold, f"unreadable: {why}")
 
-    def drop(self, session_id: str) -> tuple[int, int]:
-        """Forget a session, and what only it holds; blocks and bytes that went.
-
-        Their files are gone on return, but for those that are being written, which go as soon as that has ended.
-        """
-        blocks = amount = 0
+    def drop(self, session_id: str) -> Leaving:
+        """Forget a session, and what only it holds."""
+        leaving = Leaving()
         for cold in self.index.held_by(session_id):
             if cold.holders == {session_id}:
-                blocks += 1
-                amount += sum(size(cold, tier) for tier in COLD)
+                leaving.blocks += 1
+                leaving.bytes += sum(size(cold, tier) for tier in COLD)
+                leaving.writing.append(cold)
                 self._remove(cold)
             else:
                 self.index.let_go(cold, session_id)
         self.sessions.forget(session_id)
-        self.disk.forget(session_id)
-        return blocks, amount
+        self.disk.forget(session_id, leaving.forgotten.set)
+        return leaving
 
-    def demote(self, session_id: str, to: Tier | None) -> tuple[int, int]:
-        """Take what only this session holds off the tiers above `to`; blocks and bytes that left one."""
+    def has_gone(self, leaving: Leaving) -> bool:
+        """Whether no file of a dropped session is left."""
+        on_the_way = any(cold.writing or cold.key in self.disk.deleting for cold in leaving.writing)
+        return leaving.forgotten.is_set() and not on_the_way
+
+    def demote(self, session_id: str, to: Tier | None) -> tuple[int, int, bool]:
+        """Take what only this session holds off the tiers above `to`: blocks and bytes that left one; whether all have.
+
+        Those that have not wait for what is being read or written.
+        """
         blocks = amount = 0
         own = [cold for cold in self.index.held_by(session_id) if cold.holders == {session_id}]
+        done = True
         for cold in sorted(own, key=lambda cold: -cold.depth):
-            if cold.reads or cold.writing or to in ("device", "host"):
+            if to in ("device", "host"):
+                break
+            if cold.reads or cold.writing or (to == "disk" and cold.host and not self._reaches_disk(cold)):
+                done = False
                 continue
             if cold.host is not None:
-                if to == "disk":
-                    self.copy_down(cold)
                 blocks, amount = blocks + 1, amount + size(cold, "host")
                 self._take_from_host(cold, WISHED)
             if to is None and cold.disk:
                 blocks, amount = blocks + 1, amount + cold.disk
                 self._take_from_disk(cold, WISHED)
-        return blocks, amount
+        return blocks, amount, done
+
+    def _reaches_disk(self, cold: ColdBlock) -> bool:
+        return bool(cold.disk) or self.copy_down(cold) or not self.must_wait(cold)
 
     def _take_from_host(self, cold: ColdBlock, reason: str) -> None:
         if cold.host is None:

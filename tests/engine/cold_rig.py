@@ -19,7 +19,7 @@ from engine.cache.holders import HolderFiles
 from engine.cache.image import ImageCodec
 from engine.cache.manager import BlockManager
 from engine.cache.residency import Residency
-from engine.cache.tiers import ColdTiers
+from engine.cache.tiers import ColdTiers, Leaving
 from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, Force
 from engine.scheduler import Scheduler
@@ -30,7 +30,10 @@ FINGERPRINT = b"f" * 32
 
 
 class ColdRig(Rig):
-    """`host_blocks` have room in RAM, `disk_blocks` in files under `folder`. Loads what it finds, by default."""
+    """`host_blocks` have room in RAM, `disk_blocks` in files under `folder`. Loads what it finds, by default.
+
+    Its clock begins at `now`, and 0 on it is `epoch` in Unix time. Token ids below `vocabulary` may be sent.
+    """
 
     def __init__(
         self,
@@ -45,11 +48,14 @@ class ColdRig(Rig):
         force: Force | None = "load",
         fingerprint: bytes = FINGERPRINT,
         now: float = 0.0,
+        epoch: float = 1e9,
+        vocabulary: int = VOCABULARY,
         **limits: Any,
     ) -> None:
         super().__init__(blocks, block_size, max_batch_tokens, context_length)
         self.now = now
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.waited = False  # the last step had nothing to run until a copy ended
         codec = ImageCodec(LAYERS, block_size, 1, 2, torch.float64, "auto")
         self.image_bytes = codec.size
         self.config = CacheConfig(
@@ -65,7 +71,7 @@ class ColdRig(Rig):
         if folder is not None:
             files = Files(BlockFiles(folder), HolderFiles(folder), WriteBudget(folder / "writes", None))
         self.tiers = ColdTiers(
-            self.config, files, clock=lambda: self.now, wall=lambda: 1e9 + self.now, post=self.posted.put
+            self.config, files, clock=lambda: self.now, wall=lambda: epoch + self.now, post=self.posted.put
         )
         space = Space(fingerprint, root_hash(fingerprint), codec, block_size, codec.size, lambda *_: None)
         self.residency = Residency(space, self.tiers, lambda: self.model.pool.data, lambda: self.now, force)
@@ -82,7 +88,7 @@ class ColdRig(Rig):
         self.scheduler = Scheduler(
             self.manager,
             context_length=context_length,
-            vocab_size=VOCABULARY,
+            vocab_size=vocabulary,
             max_batch_tokens=max_batch_tokens,
             clock=lambda: self.now,
             residency=self.residency,
@@ -93,19 +99,21 @@ class ColdRig(Rig):
         """As ever; when nothing can run, the next end of a copy is waited for."""
         self.note_ends()
         batch = super().step()
-        if batch is None and not self.scheduler.idle and self.tiers.disk.loading:
-            self.posted.get(timeout=10)()
+        on_the_way = self.tiers.disk.loading or self.tiers.disk.saving
+        self.waited = batch is None and not self.scheduler.idle and on_the_way > 0
+        if self.waited:
+            self.now -= 1  # the fake clock stands still while a real worker works
+            self.wait_for_end()
         return batch
 
     def run(self, limit: int = 10_000) -> int:
         """Step until nothing is left; how many passes that took."""
         steps = 0
         while not self.scheduler.idle:
-            loading = self.tiers.disk.loading
             if self.step() is not None:
                 steps += 1
             else:
-                assert self.scheduler.idle or loading or self.tiers.disk.loading, "requests wait, and nothing runs"
+                assert self.scheduler.idle or self.waited, "requests wait, and nothing runs"
             assert steps < limit, "no end in sight"
         return steps
 
@@ -114,12 +122,44 @@ class ColdRig(Rig):
         while not self.posted.empty():
             self.posted.get()()
 
+    def wait_for_end(self) -> None:
+        """Note the next copy that ends; deletions may end before it."""
+        disk = self.tiers.disk
+        before = disk.loading + disk.saving
+        while disk.loading + disk.saving == before:
+            self.note_an_end()
+
+    def note_an_end(self) -> None:
+        """Note the next copy or deletion that ends."""
+        self.posted.get(timeout=10)()
+
     def save(self) -> None:
         """Write all that the last turns left behind."""
         while self.residency.saver.save() or self.tiers.disk.saving or self.residency.saver.unsaved:
             if self.tiers.disk.saving:
-                self.posted.get(timeout=10)()
+                self.wait_for_end()
         self.check()
+
+    def settle(self) -> None:
+        """Wait for whatever is on its way to or from the disk, deletions too."""
+        disk = self.tiers.disk
+        while disk.saving or disk.loading or disk.deleting:
+            self.note_an_end()
+        self.note_ends()
+
+    def forget(self, session: str) -> Leaving:
+        """Drop a session everywhere; its files go later."""
+        self.drop(session)
+        self.residency.forget(session)
+        return self.tiers.drop(session)
+
+    def delete(self, session: str) -> int:
+        """Drop a session everywhere, files too; how many of its blocks left host and disk."""
+        leaving = self.forget(session)
+        while not self.tiers.has_gone(leaving):
+            self.note_an_end()
+        self.check()
+        return leaving.blocks
 
     def close(self) -> None:
         """End the workers; what they did is noted."""
@@ -140,10 +180,28 @@ class ColdRig(Rig):
         """What host and disk hold."""
         return list(self.tiers.index)
 
+    def ids_in_host(self, cold: ColdBlock) -> list[float]:
+        """The token ids that a block's K in host says."""
+        assert cold.host is not None
+        return _ids(self.tiers.host.view(cold.host))
+
+    def ids_on_disk(self, cold: ColdBlock) -> list[float]:
+        """The token ids that the K in a block's file says. Raises `BlockUnreadable`."""
+        files = self.tiers.disk.files
+        assert files is not None
+        image = torch.empty(self.image_bytes, dtype=torch.uint8)
+        files.blocks.read(cold.space.fingerprint, cold.key, image.numpy().data)
+        return _ids(image)
+
     def sources(self, request_id: str) -> tuple[int, int, int, int]:
         """Tokens of a finished request's prompt from device, host, disk and the model."""
         usage = self.finished[request_id][0].usage
         return usage.device_tokens, usage.host_tokens, usage.disk_tokens, usage.computed_tokens
+
+
+def _ids(image: torch.Tensor) -> list[float]:
+    ids: list[float] = image.view(torch.float64).view(LAYERS, 2, -1, 2)[0, 0, :, 0].tolist()
+    return ids
 
 
 def other_model() -> FakeModel:

@@ -69,6 +69,7 @@ def test_a_reply_is_saved_as_it_grows_and_its_old_tail_is_removed(rigs: list[Col
     follow(rig, more)
     rig.save()
     assert sorted(len(cold.token_ids) for cold in rig.cold()) == [4] * 10, "40 tokens, and no tail of the first turn"
+    rig.settle()
     assert len(list(tmp_path.rglob("*.kv"))) == 10
 
 
@@ -168,9 +169,9 @@ def test_a_chat_with_a_model_that_is_not_loaded_is_deleted_too(rigs: list[ColdRi
     rigs.append(other := ColdRig(tmp_path, fingerprint=b"g" * 32))
     follow(other, PROMPT, "bob", salt=BOB)
     other.save()
-    other.tiers.drop("alice")
+    other.delete("alice")
     assert len(list(tmp_path.rglob("*.kv"))) == 18
-    other.tiers.drop("bob")
+    other.delete("bob")
     assert list(tmp_path.rglob("*.kv")) == []
     assert other.tiers.disk.bytes == 0
 
@@ -183,6 +184,7 @@ def test_models_that_are_not_loaded_give_way_on_disk(rigs: list[ColdRig], tmp_pa
     rigs.append(other := ColdRig(tmp_path, disk_blocks=10, disk_low=1.0, fingerprint=b"g" * 32))
     _, more = turn(other, PROMPT)
     other.save()
+    other.settle()
     assert len(list(tmp_path.rglob("*.kv"))) == 10, "one of the other model's is left"
     other.flush()
     assert other.sources(follow(other, more)) == (0, 0, 33, 4)
@@ -244,14 +246,13 @@ def test_a_deleted_chat_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> N
     follow(rig, PROMPT, "bob", salt=BOB, shared_len=12)
     rig.save()
     rig.flush()
-    rig.drop("alice")
-    assert rig.tiers.drop("alice")[0] == 6
+    assert rig.delete("alice") == 6
     files = {file.stem for file in tmp_path.rglob("*.kv")}
     assert files == {cold.key.hex() for cold in rig.cold()}
     assert all(cold.holders == {"bob"} for cold in rig.cold())
     rig.close()
     rigs.append(later := ColdRig(tmp_path))
-    later.tiers.drop("bob")
+    later.delete("bob")
     assert list(tmp_path.rglob("*.kv")) == [], "what a session held is known after a restart"
     assert list((tmp_path / "sessions").iterdir()) == []
 
@@ -261,10 +262,7 @@ def test_a_chat_deleted_while_it_is_saved_leaves_no_file(rigs: list[ColdRig], tm
     follow(rig, PROMPT, "alice")
     assert rig.residency.saver.save() is False
     assert rig.tiers.disk.saving == 9
-    rig.drop("alice")
-    rig.residency.forget("alice")
-    rig.tiers.drop("alice")
-    rig.close()
+    rig.delete("alice")
     assert list(tmp_path.rglob("*.kv")) == []
     assert rig.tiers.disk.bytes == 0
 
