@@ -22,6 +22,7 @@ INDEX = "engine/cache/index.py"
 MANAGER = "engine/cache/manager.py"
 SEQUENCE = "engine/sequence.py"
 SCHEDULER = "engine/scheduler.py"
+LINES = "engine/lines.py"
 ATTENTION = "engine/model/attention.py"
 LOADING = "engine/model/loading.py"
 SELFCHECK = "engine/model/selfcheck.py"
@@ -143,15 +144,17 @@ MUTANTS: tuple[Mutant, ...] = (
         BOOKS,
     ),
     Mutant("forget the spare block", MANAGER, "if fresh + spare > ", "if fresh > ", STEPS),
-    Mutant("keep the lease of what ends", SCHEDULER, "            self._manager.release(sequence.lease)\n", "", STEPS),
+    Mutant("keep the lease of what ends", LINES, "            self._manager.release(sequence.lease)\n", "", STEPS),
     # --- scheduling
     Mutant("read twice what is being read", SCHEDULER, "if self._is_being_read(sequence):", "if False:", STEPS),
-    Mutant("preempt the oldest", SCHEDULER, "newest = self._running[-1]", "newest = self._running[0]", STEPS),
+    Mutant(
+        "preempt the oldest", SCHEDULER, "newest = self._lines.running[-1]", "newest = self._lines.running[0]", STEPS
+    ),
     Mutant(
         "overtake who waits for room",
         SCHEDULER,
-        "            if lease is None and (self._running or self._limits.may_grow):\n                return",
-        "            if lease is None and (self._running or self._limits.may_grow):\n                continue",
+        "            if lease is None and (self._lines.running or self._limits.may_grow):\n                return",
+        "            if lease is None and (self._lines.running or self._limits.may_grow):\n                continue",
         STEPS,
     ),
     Mutant(
@@ -213,8 +216,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "cut a reply that could wait",
         SCHEDULER,
-        "len(self._running) == 1 and not self._limits.may_grow",
-        "len(self._running) == 1",
+        "len(self._lines.running) == 1 and not self._limits.may_grow",
+        "len(self._lines.running) == 1",
         STEPS,
     ),
     Mutant("compute without weights", RESIDENTS, "if not served.has_weights:", "if False:", SEVERAL),
