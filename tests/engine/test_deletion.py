@@ -6,6 +6,7 @@ The whole data directory is searched, as bytes. Every test first finds the canar
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import threading
 from collections.abc import AsyncIterator
@@ -15,9 +16,10 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from engine.cache.block_file import BlockHeader
+from engine.cache.block_file import BlockHeader, BlockWriteFailed
 from engine.cache.disk import BlockFiles
 from engine.cache.saver import Saver
+from engine.errors import EngineUnavailable
 from tests.engine.tiered import BLOCK, Driven, Sources, engine, model, settings, until
 
 CANARY = "The heron keeps its third key under a green stone by the weir, where nobody but Mirabelle looks."
@@ -233,6 +235,31 @@ async def test_a_chat_is_deleted_while_the_disk_tier_is_off(
         await driven.saved()
     async with engine(settings(tiny_model, tmp_path, disk_kv=0)) as driven:
         await driven.drop("s")
+        assert traces(tmp_path, canary) == set()
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_chat_whose_files_cannot_be_deleted_is_still_known(
+    tiny_model: Path, canary: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """A disk that cannot be written to for a while must not make a deleted chat immortal."""
+
+    def fail(*_: object) -> None:
+        raise BlockWriteFailed("cannot delete: the file system is read-only")
+
+    other = model(tmp_path / "models" / "other")
+    async with engine(settings(tiny_model, tmp_path)) as driven:
+        await driven.turn(canary)
+        await driven.saved()
+    async with engine(settings(tiny_model if served else other, tmp_path)) as driven:
+        with monkeypatch.context() as broken:
+            broken.setattr(BlockFiles, "delete", fail)
+            with contextlib.suppress(EngineUnavailable):
+                await driven.drop("s")
+        assert driven.client.state.phase == "ready"
+    async with engine(settings(tiny_model, tmp_path)) as driven:
+        if "s" in (await driven.client.snapshot()).sessions:  # whoever asks for what there is finds it, and can go on
+            await driven.drop("s")
         assert traces(tmp_path, canary) == set()
 
 

@@ -175,3 +175,17 @@ async def test_an_old_format_is_set_aside_and_told(config: EngineConfig, tmp_pat
         await driven.turn(PROMPT, "other")
         await asyncio.sleep(1.2)
         assert "set_aside" not in [event.action for event in driven.told], "once"
+
+
+@pytest.mark.xfail(strict=True, reason="what was set aside is not counted, and stays until a chat is deleted")
+async def test_an_old_format_takes_no_more_than_the_budget(config: EngineConfig, tmp_path: Path) -> None:
+    async with engine(config) as driven:
+        await driven.turn(PROMPT)
+        await driven.saved()
+    budget = kv_bytes(tmp_path)  # which the old files take whole
+    (blocks,) = (tmp_path / "kv").glob("blocks-*")
+    blocks.rename(tmp_path / "kv" / "blocks-0")
+    async with engine(settings(Path(config.model), tmp_path, disk_kv=budget)) as driven:
+        await driven.turn(PROMPT)
+        await driven.saved()
+        assert kv_bytes(tmp_path) <= budget

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ async def driven(llama: Path, tmp_path: Path) -> AsyncIterator[Driven]:
         yield driven
 
 
-async def first_turn(driven: Driven, expected: Greedy, session: str = "s", **fields: object) -> Turn:
+async def first_turn(driven: Driven, expected: Greedy, session: str = "s", **fields: Any) -> Turn:
     """A turn that finds nothing: the cache is as good as off."""
     turn = await driven.turn(PROMPT, session, **fields)
     assert turn.sources == Sources(0, 0, 0, len(PROMPT))

@@ -19,7 +19,7 @@ from engine.cache.holders import SessionRecord
 from engine.cache.records import read_record
 from engine.client import EngineClient, new_request_id
 from engine.config import CacheConfig, EngineConfig
-from engine.protocol import CacheEvent, Dropped, Finished, FinishReason, Rejected, Submit, Tokens, Usage
+from engine.protocol import CacheEvent, Dropped, Finished, FinishReason, Rejected, Submit, TierUsage, Tokens, Usage
 from tests.engine.model.tiny import config_of, save
 
 BLOCK, NEW, CONTEXT = 8, 10, 512  # tokens: of a block, of a reply
@@ -108,6 +108,10 @@ class Driven:
         """Delete a chat."""
         self._used.pop(session, None)
         return await self.client.drop(session)
+
+    async def tier(self, name: str) -> TierUsage:
+        """The ledger's line of a tier."""
+        return next(usage for usage in (await self.client.snapshot()).tiers if usage.tier == name)
 
     async def leave(self, session: str, tier: str) -> None:
         """Have a session's blocks lie in this tier alone: "device", "host", "disk", or "none"."""
