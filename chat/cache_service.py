@@ -101,8 +101,8 @@ class CacheService:
         forgotten = []
         with contextlib.suppress(EngineUnavailable):
             for session_id in session_ids:
-                await self._engine.drop(session_id)
-                forgotten.append(session_id)
+                answer = await self._engine.drop(session_id)
+                forgotten += [session_id] if answer.complete else []
         if forgotten:
             try:
                 await self._store.cache.dropped(forgotten)

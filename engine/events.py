@@ -159,11 +159,12 @@ class Rejected(Message, frozen=True, kw_only=True):
 
 
 class Dropped(Message, frozen=True, kw_only=True):
-    """Answer to `Drop`: blocks freed, and their bytes."""
+    """Answer to `Drop`: blocks freed, and their bytes. Not `complete`: a file could not be deleted; drop it again."""
 
     call_id: str
     blocks: int
     bytes: int
+    complete: bool = True
 
 
 class Estimated(Message, frozen=True, kw_only=True):

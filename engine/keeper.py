@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from engine.cache.block import Scope
 from engine.cache.tiers import COLD, TIERS, Leaving
 from engine.config import Tier
@@ -105,9 +107,9 @@ class Keeper:
 
     def _gone(self) -> list[Event]:
         """The answers to drops whose last files have been written, and deleted."""
-        ready = [answer for answer, leaving in self._leaving if self._tiers.has_gone(leaving)]
-        self._leaving = [each for each in self._leaving if each[0] not in ready]
-        return list(ready)
+        ready = [each for each in self._leaving if self._tiers.has_gone(each[1])]
+        self._leaving = [each for each in self._leaving if each not in ready]
+        return [replace(answer, complete=leaving.whole is True) for answer, leaving in ready]
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 

@@ -36,8 +36,9 @@ def open_tiers(
             files = _open_files(Path(config.kv_dir), limits)
         except EngineError as error:
             log.warning("blocks are not kept on disk: %s", error)
+    old = files.blocks.set_aside() if files is not None else None
     tiers = ColdTiers(limits, files, clock=clock, wall=time.time, post=post)
-    if files is not None and (old := files.blocks.set_aside()) is not None:
+    if old is not None:
         reason = f"{old.files} files of another format were set aside"
         log.warning("%s (%s)", reason, size(old.bytes))
         tiers.journal.note("set_aside", reason, size=old.bytes, source="disk", blocks=old.files)

@@ -16,9 +16,7 @@ def _budgets(tiers: ColdTiers) -> Iterator[str]:
     held = sum(size(cold, "host") for cold in tiers.index)
     if held != tiers.host.used_bytes:
         yield f"blocks take {held} bytes of host, which counts {tiers.host.used_bytes}"
-    host, disk = tiers.tier_limits("host").budget, tiers.tier_limits("disk").budget
-    if tiers.host.held_bytes > host:
-        yield f"host has taken {tiers.host.held_bytes} bytes of a budget of {host}"
+    disk = tiers.tier_limits("disk").budget
     if tiers.has_disk and tiers.disk.bytes > disk:
         yield f"the files take {tiers.disk.bytes} bytes of a budget of {disk}"
     files = sum(size(cold, "disk") for cold in tiers.index)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
+from engine.cache.clerk import Clerk
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk import BlockFiles
 from engine.cache.earlier import Earlier, EarlierBlock, Stays
@@ -47,18 +48,34 @@ class DiskTier:
 
     def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
         self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
-        self.earlier = (
-            Earlier.found(files.blocks, files.holders.load_all(), wall(), self._unlink) if files is not None else None
-        )
-        self.bytes = self.earlier.size if self.earlier is not None else 0
+        self.clerk = Clerk(files.blocks, files.holders, post) if files is not None else None
+        self.earlier: Earlier | None = None
+        self._old_bytes = self.bytes = 0
+        if files is not None:
+            self.earlier = Earlier.found(files.blocks, files.holders.load_all(), wall(), self._unlink)
+            self._old_bytes = files.blocks.old_usage().bytes
+            self.bytes = self.earlier.size + self._old_bytes
         self.saving = self.loading = 0  # blocks on their way
-        self.deleting: set[bytes] = set()  # keys whose files are about to go
+        self._writing: set[bytes] = set()  # one file of a key at a time, also when a deleted chat begins anew
         self.read_at = 0.0  # when a read ended last
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
-        self._clerk = ThreadPoolExecutor(1, thread_name_prefix="disk-tier-records")  # one: records keep their order
         self._writes_from = 0.0
-        self._closed = False
+
+    @property
+    def deleting(self) -> set[bytes]:
+        """The keys whose files are about to go."""
+        return self.clerk.keys if self.clerk is not None else set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write may be possible a little later that is not now."""
+        return self.saving > 0 or self.leaving_bytes > 0
+
+    @property
+    def leaving_bytes(self) -> int:
+        """As many of `bytes` are about to go."""
+        return self.clerk.bytes if self.clerk is not None else 0
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -69,12 +86,13 @@ class DiskTier:
     def write(self, cold: ColdBlock, fill: Fill, done: Callable[[EngineError | None], None]) -> bool:
         """Begin to write what `fill` copies; `done` is told how it ended. False: not now."""
         size = cold.space.codec.size
-        if cold.key in self.deleting or not self.accepts(size):
+        if cold.key in self.deleting or cold.key in self._writing or not self.accepts(size):
             return False
         if self.files is None or (slot := self.staging.take(size)) is None:
             return False
         fill(self.staging.view(slot))
         cold.writing = True
+        self._writing.add(cold.key)
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
         header, image, files = _header(cold), _memory(self.staging.view(slot)), self.files
@@ -93,6 +111,7 @@ class DiskTier:
             self.saving -= 1
             self.bytes -= file_bytes(size)
             cold.writing = False
+            self._writing.discard(cold.key)
             if isinstance(result, int):
                 cold.disk = result
                 self.bytes += result
@@ -142,28 +161,16 @@ class DiskTier:
     def delete(self, cold: ColdBlock) -> None:
         """Have a block's file deleted. One that is being written has none yet."""
         if cold.disk:
-            self._unlink(cold.space.fingerprint, cold.key)
-        self.bytes -= cold.disk
+            self._unlink(cold.space.fingerprint, cold.key, cold.disk)
         cold.disk = 0
 
-    def _unlink(self, fingerprint: bytes, key: bytes) -> None:
-        """Not on the engine's thread: it takes milliseconds. Until it has ended, no file is written in its place."""
-        if self.files is None:
-            return
-        blocks = self.files.blocks
-        self.deleting.add(key)
+    def _unlink(self, fingerprint: bytes, key: bytes, size: int) -> None:
+        """Its bytes count until it has gone, and nothing is written in its place before."""
+        if self.clerk is not None:
+            self.clerk.delete(fingerprint, key, size, self._gone)
 
-        def work() -> None:
-            try:
-                blocks.delete(fingerprint, key)
-            except EngineError as error:
-                log.error("a block's file could not be deleted: %s", error)
-            self._post(lambda: self.deleting.discard(key))
-
-        if self._closed:
-            work()
-        else:
-            self._clerk.submit(work)
+    def _gone(self, size: int) -> None:
+        self.bytes -= size
 
     def quarantine(self, cold: ColdBlock, why: str) -> None:
         """Have a file that cannot be trusted never read again."""
@@ -186,14 +193,21 @@ class DiskTier:
     def let_earlier_go(self, wanted: int, ttl: float | None, stays: Stays) -> int:
         """Delete blocks of models that are not served: those older than `ttl` seconds, then until `wanted` bytes went.
 
-        Not what `stays` for its holders. The bytes that went.
+        Files of other formats go before them, and what `stays` for its holders does not go. The bytes that will go.
         """
         if self.earlier is None:
             return 0
         gone = self.earlier.expire(self._wall() - ttl, stays) if ttl is not None else 0
+        if wanted > gone:
+            gone += self._discard_old()
         gone += self.earlier.give_way(wanted - gone, stays) if wanted > gone else 0
-        self.bytes -= gone
         return gone
+
+    def _discard_old(self) -> int:
+        old, self._old_bytes = self._old_bytes, 0
+        if old and self.clerk is not None:
+            self.clerk.discard_old(old, self._gone)
+        return old
 
     def _on_clock(self, used_at: float) -> float:
         """A Unix time as one of the engine's clock; one in the future is now."""
@@ -210,45 +224,27 @@ class DiskTier:
             if cold.disk:
                 keys.setdefault(cold.space.fingerprint, []).append(cold.key)
         used_at = self._wall() - max(0.0, self._clock() - last_used)
-        record, files = SessionRecord(session_id=session_id, used_at=used_at, keys=keys), self.files
+        if self.clerk is not None:
+            self.clerk.note(SessionRecord(session_id=session_id, used_at=used_at, keys=keys))
 
-        def work() -> None:
-            try:
-                files.holders.save(record)
-                files.blocks.sync()
-            except EngineError as error:
-                log.warning("what a chat holds on disk could not be noted: %s", error)
+    def forget(self, session_id: str, keys: set[bytes], done: Callable[[bool], None]) -> None:
+        """Delete what is written down of a session, and files of other formats, which may be its own.
 
-        self._clerk.submit(work)
-
-    def forget(self, session_id: str, done: Callable[[], None]) -> None:
-        """Delete what is written down of a session, and files of other formats, which may be its own; then call `done`.
-
-        By then the files that were to be deleted before are gone, too.
+        `keys` are those of its blocks that were to be deleted just now. `done` is told, when all of that has ended,
+        whether nothing is left of it.
         """
-        files = self.files
-        if files is None:
-            done()
+        if self.clerk is None or self.earlier is None:
+            done(True)
             return
-        if self.earlier is not None:
-            self.bytes -= self.earlier.drop(session_id)
-
-        def work() -> None:
-            try:
-                files.holders.delete(session_id)
-                files.blocks.discard_old()
-                files.blocks.sync()
-            except EngineError as error:
-                log.error("what is noted of a deleted chat could not be deleted: %s", error)
-            self._post(done)
-
-        self._clerk.submit(work)
+        keys |= self.earlier.drop(session_id)
+        self._discard_old()
+        self.clerk.forget(session_id, keys, done)
 
     def close(self) -> None:
         """Let what was begun end; nothing more is begun."""
-        self._closed = True
         self._workers.shutdown(wait=True)
-        self._clerk.shutdown(wait=True)
+        if self.clerk is not None:
+            self.clerk.close()
 
 
 def file_bytes(image: int) -> int:

@@ -13,6 +13,7 @@ from engine.cache.holders import SessionRecord
 from engine.cache.store import StoredBlock
 
 Stays = Callable[[set[str]], bool]
+Delete = Callable[[bytes, bytes, int], None]  # of a fingerprint and a key, and the bytes of the file; not at once
 
 
 @dataclass
@@ -28,14 +29,12 @@ class EarlierBlock:
 class Earlier:
     """Blocks by model and key. `sessions` are those that hold any, with the Unix time of their last use."""
 
-    delete: Callable[[bytes, bytes], None]  # of a fingerprint and a key; not at once
+    delete: Delete
     models: dict[bytes, dict[bytes, EarlierBlock]] = field(default_factory=dict)
     sessions: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def found(
-        cls, files: BlockFiles, records: Iterable[SessionRecord], now: float, delete: Callable[[bytes, bytes], None]
-    ) -> Earlier:
+    def found(cls, files: BlockFiles, records: Iterable[SessionRecord], now: float, delete: Delete) -> Earlier:
         """Read what is there; `now` is Unix time.
 
         A record says who holds a block. The block's own header does where no record names it: then its session was
@@ -73,16 +72,16 @@ class Earlier:
         }
         return {fingerprint: keys for fingerprint, keys in held.items() if keys}
 
-    def drop(self, session_id: str) -> int:
-        """Forget a session and delete what only it holds; the bytes that went."""
-        gone = 0
+    def drop(self, session_id: str) -> set[bytes]:
+        """Forget a session and delete what only it holds; the keys of that."""
+        gone = set()
         self.sessions.pop(session_id, None)
         for fingerprint, blocks in self.models.items():
             for key, block in list(blocks.items()):
                 block.holders.discard(session_id)
                 if not block.holders:
-                    self.delete(fingerprint, key)
-                    gone += blocks.pop(key).stored.bytes
+                    self._delete(fingerprint, key)
+                    gone.add(key)
         return gone
 
     def expire(self, before: float, stays: Stays) -> int:
@@ -91,8 +90,7 @@ class Earlier:
         for fingerprint, blocks in self.models.items():
             for key, block in list(blocks.items()):
                 if block.used_at < before and not stays(block.holders):
-                    self.delete(fingerprint, key)
-                    gone += blocks.pop(key).stored.bytes
+                    gone += self._delete(fingerprint, key)
         return gone
 
     def give_way(self, wanted: int, stays: Stays) -> int:
@@ -107,6 +105,10 @@ class Earlier:
         for _, _, fingerprint, key in oldest:
             if gone >= wanted:
                 break
-            self.delete(fingerprint, key)
-            gone += self.models[fingerprint].pop(key).stored.bytes
+            gone += self._delete(fingerprint, key)
         return gone
+
+    def _delete(self, fingerprint: bytes, key: bytes) -> int:
+        size = self.models[fingerprint].pop(key).stored.bytes
+        self.delete(fingerprint, key, size)
+        return size

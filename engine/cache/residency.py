@@ -43,7 +43,6 @@ class Restore:
     failed: str = ""
     reading: dict[bytes, None] = field(default_factory=dict)
     ready: dict[bytes, HostSlot] = field(default_factory=dict)
-    abandoned: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ class Residency:
         self.tiers.sessions.used(session_id, chain, lease.computed, now)
         for key in chain:
             if (cold := self.tiers.index.get(key)) is not None:
-                self.tiers.index.hold(cold, session_id)
-                cold.last_used = now
+                self.tiers.hold(cold, session_id)
         self.saver.add(session_id, chain)
 
     def forget(self, session_id: str) -> None:
@@ -232,7 +230,6 @@ class Residency:
 
     def abandon(self, restore: Restore) -> None:
         """Bring nothing more."""
-        restore.abandoned = True
         while restore.pieces:
             self._let_go(restore, restore.pieces.popleft())
 
@@ -306,7 +303,7 @@ class Residency:
             restore.failed = why
             if cold.disk:  # else its chat has been deleted meanwhile
                 self.tiers.quarantine(cold, why)
-        elif restore.abandoned:
+        elif all(piece.cold is not cold for piece in restore.pieces):  # given up, or it came from elsewhere
             self.tiers.disk.staging.give_back(slot)
         else:
             restore.ready[cold.key] = slot

@@ -46,7 +46,7 @@ class Saver:
                 begun = cold is not None and cold.writing
                 if not begun and (cold is None or not cold.disk):
                     begun = self._save_block(parent, key)
-                    if not begun and self._tiers.disk.saving:
+                    if not begun and self._tiers.disk.busy:
                         return False  # the end of a write makes room for this one, or it is nowhere
                 on_the_way = on_the_way or begun
             if on_the_way:

@@ -6,7 +6,6 @@ copy that fails is never an error to a chat: the block is not there, and the log
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +38,11 @@ class Leaving:
     blocks: int = 0
     bytes: int = 0
     writing: list[ColdBlock] = field(default_factory=list)
-    forgotten: threading.Event = field(default_factory=threading.Event)
+    whole: bool | None = None  # nothing is left of it; None: that is not known yet
+
+    def forgotten(self, whole: bool) -> None:
+        """All that could be deleted has been; whether that was all there was."""
+        self.whole = whole
 
 
 class ColdTiers:
@@ -60,6 +63,7 @@ class ColdTiers:
         self.host, self.host_rate, self.host_at = HostSlab(limits.host_kv or 0), MovingRate(), 0.0
         self.disk = DiskTier(files, clock, wall, post)
         self._clock = clock
+        self._unnoted: set[str] = set()  # sessions that hold more, or less, than is written down
         for session_id, last_used in self.disk.earlier_sessions().items():
             self.sessions.remember(session_id, last_used)
 
@@ -83,10 +87,9 @@ class ColdTiers:
         self.policy = policy
         if self.disk.files is not None:
             self.disk.files.writes.bytes_per_day = limits.disk_writes
+        self.host.resize(limits.host_kv or 0)
         for tier in COLD:
             self.enforce(tier)
-        self.host.resize(limits.host_kv or 0)
-        self.host.compact()
 
     @property
     def has_disk(self) -> bool:
@@ -95,7 +98,7 @@ class ColdTiers:
 
     def used(self, tier: Tier) -> int:
         """Bytes of blocks in host or on disk."""
-        return self.host.used_bytes if tier == "host" else self.disk.bytes
+        return self.host.used_bytes if tier == "host" else self.disk.bytes - self.disk.leaving_bytes
 
     def enforce(self, tier: Tier, needed: int = 0) -> bool:
         """Let go what has expired or is too much, and more until `needed` bytes have room; whether they do."""
@@ -105,7 +108,7 @@ class ColdTiers:
             self._entry(cold, tier) for cold in self.index if size(cold, tier) and not cold.reads and not cold.writing
         ]
         if tier == "disk":
-            excess = self.disk.bytes + needed - limits.high_bytes
+            excess = self.used("disk") + needed - limits.high_bytes
             if gone := self.disk.let_earlier_go(excess, self.limits.disk_ttl, self.sessions.pinned):
                 self.journal.note("evicted", "of models that are not loaded", size=gone, source="disk")
         used = self.used(tier)
@@ -117,6 +120,8 @@ class ColdTiers:
             used = self.used(tier)
             for move in decide(self.policy, copied, limits, self._clock(), used=used, below=below, needed=needed):
                 self._leave(tier, move)
+        if tier == "host" and self.host.held_bytes > limits.budget:
+            self.host.compact()
         return limits.fits(self.used(tier) + needed)
 
     def _entry(self, cold: ColdBlock, tier: Tier) -> Entry:
@@ -148,7 +153,7 @@ class ColdTiers:
 
     def must_wait(self, cold: ColdBlock) -> bool:
         """Whether a block that is not on disk could be, once what is being written has ended."""
-        return self.has_disk and not cold.disk and not cold.writing and self.disk.saving > 0
+        return self.has_disk and not cold.disk and not cold.writing and self.disk.busy
 
     # --- taking in ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +188,8 @@ class ColdTiers:
             return True
         self._show(cold)
         for session_id in block.holders - cold.holders:
-            self.index.hold(cold, session_id)
+            if self.index.hold(cold, session_id):
+                self._unnoted.add(session_id)
         told("demoted", reason, target=target)
         return True
 
@@ -198,8 +204,10 @@ class ColdTiers:
         if not self.has_disk or cold.disk or cold.writing or not self.disk.accepts(amount):
             return False
         taken = file_bytes(amount)
-        if not self.tier_limits("disk").fits(self.disk.bytes + taken) and not self.enforce("disk", taken):
-            return False
+        if not self.tier_limits("disk").fits(self.disk.bytes + taken):
+            self.enforce("disk", taken)
+            if not self.tier_limits("disk").fits(self.disk.bytes + taken):  # what makes room has not gone yet
+                return False
         if not self.disk.write(cold, fill, partial(self._written, cold)):
             return False
         self._show(cold)
@@ -257,7 +265,11 @@ class ColdTiers:
     def drop(self, session_id: str) -> Leaving:
         """Forget a session, and what only it holds."""
         leaving = Leaving()
-        for cold in self.index.held_by(session_id):
+        held = self.index.held_by(session_id)
+        for other in {holder for cold in held for holder in cold.holders} & self._unnoted - {session_id}:
+            self.note(other)  # or nothing would say after a restart that it holds what the two share
+        self._unnoted.discard(session_id)
+        for cold in held:
             if cold.holders == {session_id}:
                 leaving.blocks += 1
                 leaving.bytes += sum(size(cold, tier) for tier in COLD)
@@ -266,13 +278,13 @@ class ColdTiers:
             else:
                 self.index.let_go(cold, session_id)
         self.sessions.forget(session_id)
-        self.disk.forget(session_id, leaving.forgotten.set)
+        self.disk.forget(session_id, {cold.key for cold in leaving.writing}, leaving.forgotten)
         return leaving
 
     def has_gone(self, leaving: Leaving) -> bool:
         """Whether no file of a dropped session is left."""
         on_the_way = any(cold.writing or cold.key in self.disk.deleting for cold in leaving.writing)
-        return leaving.forgotten.is_set() and not on_the_way
+        return leaving.whole is not None and not on_the_way
 
     def demote(self, session_id: str, to: Tier | None) -> tuple[int, int, bool]:
         """Take what only this session holds off the tiers above `to`: blocks and bytes that left one; whether all have.
@@ -335,9 +347,16 @@ class ColdTiers:
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
+    def hold(self, cold: ColdBlock, session_id: str) -> None:
+        """A session uses a block of host or disk."""
+        cold.last_used = self._clock()
+        if self.index.hold(cold, session_id):
+            self._unnoted.add(session_id)
+
     def note(self, session_id: str) -> None:
         """Have written down what a session holds on disk."""
         use = self.sessions.get(session_id)
+        self._unnoted.discard(session_id)
         if use is not None:
             self.disk.note(session_id, use.last_used, self.index.held_by(session_id))
 

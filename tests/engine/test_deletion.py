@@ -192,9 +192,6 @@ async def forget_both(driven: Driven, canary: list[int], ends: dict[str, list[in
     assert files(data) == set()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a drop leaves the records of those who share the dropped chat's blocks as they are"
-)
 async def test_what_was_shared_is_known_after_a_crash(
     tiny_model: Path, canary: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

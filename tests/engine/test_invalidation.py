@@ -177,7 +177,6 @@ async def test_an_old_format_is_set_aside_and_told(config: EngineConfig, tmp_pat
         assert "set_aside" not in [event.action for event in driven.told], "once"
 
 
-@pytest.mark.xfail(strict=True, reason="what was set aside is not counted, and stays until a chat is deleted")
 async def test_an_old_format_takes_no_more_than_the_budget(config: EngineConfig, tmp_path: Path) -> None:
     async with engine(config) as driven:
         await driven.turn(PROMPT)

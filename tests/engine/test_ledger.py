@@ -110,7 +110,7 @@ async def test_a_sessions_tokens_add_up_wherever_they_are(llama: Path, tmp_path:
     "delete_s",
     [
         0.0,
-        pytest.param(0.1, marks=pytest.mark.xfail(strict=True, reason="a file counts as gone before it has gone")),
+        0.1,
     ],
 )
 async def test_files_never_take_more_than_their_budget(
