@@ -261,18 +261,18 @@ class Scheduler:
             if self._is_being_read(sequence):
                 continue
             self._admitting = sequence
-            restore = self._restoring.find(sequence.request.scope, sequence.token_ids)
+            restore = sequence.restore = self._restoring.find(sequence.request.scope, sequence.token_ids)
             lease = self._lease(sequence)
             self._admitting = None
             if lease is None:
                 self._restoring.abandon(restore)
+                sequence.restore = None
             if lease is None and (self._lines.running or self._limits.may_grow):
                 return
             if lease is None:
                 self._finish(sequence, "length", self._limits.pool_full)
                 continue
             self._lines.run(sequence, lease, self._clock())
-            sequence.restore = restore
             self._progress(sequence, "reading")
             if restore is None:
                 self._restoring.explain(sequence)

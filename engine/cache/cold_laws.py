@@ -17,7 +17,8 @@ def _budgets(tiers: ColdTiers) -> Iterator[str]:
     if held != tiers.host.used_bytes:
         yield f"blocks take {held} bytes of host, which counts {tiers.host.used_bytes}"
     disk = tiers.tier_limits("disk").budget
-    if tiers.has_disk and tiers.disk.bytes > disk:
+    pinned = sum(size(cold, "disk") for cold in tiers.index if tiers.sessions.pinned(cold.holders))
+    if tiers.has_disk and tiers.used("disk") > max(disk, pinned):
         yield f"the files take {tiers.disk.bytes} bytes of a budget of {disk}"
     files = sum(size(cold, "disk") for cold in tiers.index)
     if files > tiers.disk.bytes:

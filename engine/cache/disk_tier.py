@@ -90,7 +90,13 @@ class DiskTier:
             return False
         if self.files is None or (slot := self.staging.take(size)) is None:
             return False
-        fill(self.staging.view(slot))
+        try:
+            fill(self.staging.view(slot))
+        except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+            log.warning("a block could not be copied for its file: %s", error)
+            self.staging.give_back(slot)
+            return False
+        self.files.writes.count(file_bytes(size))
         cold.writing = True
         self._writing.add(cold.key)
         self.saving += 1
@@ -100,7 +106,7 @@ class DiskTier:
         def work() -> None:
             result: int | Exception
             try:
-                files.writes.spend(file_bytes(size))
+                files.writes.keep()
                 result = files.blocks.write(header, image)
             except Exception as error:
                 result = error

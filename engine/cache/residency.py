@@ -130,13 +130,16 @@ class Residency:
         self.saver.forget(session_id)
         self.tiers.sessions.forget(session_id)
 
-    def _save_block(self, parent: bytes, key: bytes) -> bool:
-        """Begin to write one block from wherever it is; False: not now, or it is nowhere."""
+    def _save_block(self, parent: bytes, key: bytes, spared: frozenset[bytes]) -> bool:
+        """Begin to write one block from wherever it is; False: not now, or it is nowhere.
+
+        The `spared` blocks do not go for it.
+        """
         block = next((block for block in self._books.index.children(parent) if block.key == key), None)
         cold = self.tiers.index.get(key)
         if block is None:
-            return cold is not None and self.tiers.copy_down(cold)
-        return self.tiers.write(cold or ColdBlock.of(block, self.space), self._copy_of(block))
+            return cold is not None and self.tiers.copy_down(cold, spared)
+        return self.tiers.write(cold or ColdBlock.of(block, self.space), self._copy_of(block), spared)
 
     def _copy_of(self, block: Block) -> Fill:
         """What copies a block's own tokens to an image; its other slots may hold what was another chat's."""
@@ -221,7 +224,11 @@ class Residency:
             if not pieces:
                 self._lose_patience(restore, lease, len(token_ids))
                 break
-            came += self._copy(restore, pieces, lease, token_ids)
+            copied = self._copy(restore, pieces, lease, token_ids)
+            if not copied:
+                self.abandon(restore)
+                break
+            came += copied
             restore.moved_at = self._clock()
             for _ in pieces:
                 self._let_go(restore, restore.pieces.popleft())
@@ -261,7 +268,11 @@ class Residency:
         first, began = lease.computed // self.space.block_size, self._clock()
         blocks = lease.blocks[first : first + len(pieces)]
         images = [self._image(restore, piece) for piece in pieces]
-        self.space.codec.load_many(images, self._data(), [block.id for block in blocks])
+        try:
+            self.space.codec.load_many(images, self._data(), [block.id for block in blocks])
+        except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+            restore.failed = f"it could not be copied: {error}"
+            return []
         amount = len(pieces) * self.space.codec.size
         if tier == "host":
             self.tiers.copied(amount, began)

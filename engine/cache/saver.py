@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from engine.cache.tiers import ColdTiers
 
-SaveBlock = Callable[[bytes, bytes], bool]  # parent's key and key; False: not now, or it is nowhere
+# A block by its parent's key and its own, and blocks that must not go for it; False: not now, or not at all.
+SaveBlock = Callable[[bytes, bytes, frozenset[bytes]], bool]
 
 
 class Saver:
@@ -45,9 +46,11 @@ class Saver:
                 cold = self._tiers.index.get(key)
                 begun = cold is not None and cold.writing
                 if not begun and (cold is None or not cold.disk):
-                    begun = self._save_block(parent, key)
+                    begun = self._save_block(parent, key, frozenset(chain))
                     if not begun and self._tiers.disk.busy:
-                        return False  # the end of a write makes room for this one, or it is nowhere
+                        return False  # the end of a write makes room for this one
+                    if not begun:
+                        break  # what follows would be of no use
                 on_the_way = on_the_way or begun
             if on_the_way:
                 return False

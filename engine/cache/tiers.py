@@ -6,6 +6,7 @@ copy that fails is never an error to a chat: the block is not there, and the log
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from engine.events import CacheAction, TierUsage
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 COLD: tuple[Tier, ...] = ("host", "disk")
 PROBE_S = 300.0  # after which a tier that was found slow is tried again
+log = logging.getLogger(__name__)
 WISHED = "a person wished it"
 WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
 
@@ -100,12 +102,17 @@ class ColdTiers:
         """Bytes of blocks in host or on disk."""
         return self.host.used_bytes if tier == "host" else self.disk.bytes - self.disk.leaving_bytes
 
-    def enforce(self, tier: Tier, needed: int = 0) -> bool:
-        """Let go what has expired or is too much, and more until `needed` bytes have room; whether they do."""
+    def enforce(self, tier: Tier, needed: int = 0, spared: frozenset[bytes] = frozenset()) -> bool:
+        """Let go what has expired or is too much, and more until `needed` bytes have room; whether they do.
+
+        What is read or written now stays, and what is `spared`.
+        """
         limits = self.tier_limits(tier)
         below: Tier | None = "disk" if tier == "host" and self.has_disk else None
         entries = [
-            self._entry(cold, tier) for cold in self.index if size(cold, tier) and not cold.reads and not cold.writing
+            self._entry(cold, tier)
+            for cold in self.index
+            if size(cold, tier) and not cold.reads and not cold.writing and cold.key not in spared
         ]
         if tier == "disk":
             excess = self.used("disk") + needed - limits.high_bytes
@@ -164,13 +171,7 @@ class ColdTiers:
         """
         cold = self.index.get(block.key or b"") or ColdBlock.of(block, space)
         cold.last_used = max(cold.last_used, block.last_used)
-        if cold.host is None and (slot := self._slot_in_host(space.codec.size)) is not None:
-            began = self._clock()
-            fill(self.host.view(slot))
-            self.copied(space.codec.size, began)
-            cold.host = slot
-            self._remove_beginnings(cold)
-        elif cold.host is None:
+        if cold.host is None and not self._put_in_host(cold, fill):
             self.write(cold, fill)
         target: Tier | None = "host" if cold.host else "disk" if cold.disk or cold.writing else None
         if target is None and patient and self.must_wait(cold):
@@ -193,19 +194,35 @@ class ColdTiers:
         told("demoted", reason, target=target)
         return True
 
+    def _put_in_host(self, cold: ColdBlock, fill: Fill) -> bool:
+        """Have `fill` copy a block to host; False: there is no room, or it cannot be copied."""
+        slot, began = self._slot_in_host(cold.space.codec.size), self._clock()
+        if slot is None:
+            return False
+        try:
+            fill(self.host.view(slot))
+        except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
+            log.warning("a block could not be copied to host: %s", error)
+            self.host.give_back(slot)
+            return False
+        self.copied(cold.space.codec.size, began)
+        cold.host = slot
+        self._remove_beginnings(cold)
+        return True
+
     def copied(self, amount: int, began: float) -> None:
         """So many bytes were copied between device and host, from `began` until now."""
         self.host_at = self._clock()
         self.host_rate.observe(amount, self.host_at - began)
 
-    def write(self, cold: ColdBlock, fill: Fill) -> bool:
+    def write(self, cold: ColdBlock, fill: Fill, spared: frozenset[bytes] = frozenset()) -> bool:
         """Begin to write a block's file from what `fill` copies; False: not now, or it is there."""
         amount = cold.space.codec.size
         if not self.has_disk or cold.disk or cold.writing or not self.disk.accepts(amount):
             return False
         taken = file_bytes(amount)
         if not self.tier_limits("disk").fits(self.disk.bytes + taken):
-            self.enforce("disk", taken)
+            self.enforce("disk", taken, spared)
             if not self.tier_limits("disk").fits(self.disk.bytes + taken):  # what makes room has not gone yet
                 return False
         if not self.disk.write(cold, fill, partial(self._written, cold)):
@@ -213,9 +230,9 @@ class ColdTiers:
         self._show(cold)
         return True
 
-    def copy_down(self, cold: ColdBlock) -> bool:
+    def copy_down(self, cold: ColdBlock, spared: frozenset[bytes] = frozenset()) -> bool:
         """Begin to write a block's file from host; False: not now, or it is there."""
-        return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host))
+        return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host), spared)
 
     def _copy_from_host(self, slot: HostSlot, image: Tensor) -> None:
         image.copy_(self.host.view(slot))

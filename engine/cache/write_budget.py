@@ -43,10 +43,19 @@ class WriteBudget:
 
     def spend(self, size: int) -> None:
         """So many bytes are written; to be noted whether or not that succeeds."""
+        self.count(size)
+        self.keep()
+
+    def count(self, size: int) -> None:
+        """Note it for now."""
         with self._lock:
             self._slide()
             hour = self._hour()
             self._hours[hour] = self._hours.get(hour, 0) + size
+
+    def keep(self) -> None:
+        """Write down what was counted, for the next start; takes milliseconds."""
+        with self._lock:
             try:
                 write_record(self._path, self._hours, durable=False)
             except OSError as error:
