@@ -136,8 +136,8 @@ class ColdRig(Rig):
     def save(self) -> None:
         """Write all that the last turns left behind."""
         while self.residency.saver.save() or self.tiers.disk.saving or self.residency.saver.unsaved:
-            if self.tiers.disk.saving:
-                self.wait_for_end()
+            if self.tiers.disk.busy:
+                self.note_an_end()
         self.check()
 
     def settle(self) -> None:

@@ -1,0 +1,165 @@
+"""Budgets that are kept, whatever is pinned or does not fit, and copies that fail for lack of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engine.cold_rig import ColdRig
+from tests.engine.test_tiers import PROMPT, follow, turn
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[ColdRig]]:
+    made: list[ColdRig] = []
+    yield made
+    for rig in made:
+        rig.close()
+        rig.check()
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_that_is_larger_than_the_disk_is_written_once(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path, disk_blocks=4))
+    follow(rig, PROMPT)
+    for _ in range(100):
+        more = rig.residency.saver.save()
+        if not more and not rig.tiers.disk.saving and not rig.residency.saver.unsaved:
+            break
+        rig.settle()
+    assert not rig.residency.saver.unsaved, "and then it is left alone"
+    assert 0 < len(list(tmp_path.rglob("*.kv"))) <= 4
+
+
+def test_a_smaller_disk_is_kept_to_from_the_start(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    _, more = turn(rig, PROMPT)
+    rig.save()
+    rig.close()
+    rigs.append(later := ColdRig(tmp_path, disk_blocks=5, disk_low=1.0))
+    later.settle()
+    assert sorted(cold.depth for cold in later.cold()) == [0, 1, 2, 3, 4], "the end of a chain goes first"
+    assert len(list(tmp_path.rglob("*.kv"))) == 5
+    assert later.sources(follow(later, more)) == (0, 0, 20, 17)
+
+
+def test_a_day_that_allows_nothing_more_writes_nothing(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    assert rig.tiers.disk.files is not None
+    rig.tiers.disk.files.writes.bytes_per_day = 3 * 8192
+    _, more = turn(rig, PROMPT)
+    rig.save()
+    assert len(list(tmp_path.rglob("*.kv"))) == 3
+    assert rig.sources(follow(rig, more)) == (33, 0, 0, 4), "no chat is the worse for it"
+
+
+def test_what_host_has_no_room_for_goes_to_disk_though_nobody_saved_it(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path, host_blocks=4))
+    _, more = turn(rig, PROMPT)
+    rig.flush()
+    rig.settle()
+    assert sorted((cold.depth, cold.host is not None) for cold in rig.cold()) == [
+        (depth, depth < 4) for depth in range(9)
+    ]
+    assert rig.sources(follow(rig, more)) == (0, 16, 17, 4)
+
+
+def test_a_pinned_chat_is_not_pushed_out(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path, disk_blocks=16, host_blocks=9))
+    _, more = turn(rig, PROMPT, "kept")
+    rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
+    rig.save()
+    rig.flush()
+    for number in range(3):
+        follow(rig, [60 + number, *PROMPT[1:]], f"other {number}")
+        rig.save()
+        rig.flush()
+    for tier in ("host", "disk"):
+        assert sum(bool(getattr(cold, tier)) for cold in rig.tiers.index.held_by("kept")) == 9
+    assert rig.sources(follow(rig, more, "kept")) == (0, 33, 0, 4)
+
+
+def test_a_smaller_budget_does_not_break_what_is_pinned(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path, host_blocks=20))
+    _, more = turn(rig, PROMPT, "kept")
+    follow(rig, [90 - token for token in PROMPT], "other")
+    rig.save()
+    rig.flush()
+    rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
+    rig.tiers.configure(msgspec.structs.replace(rig.config, host_kv=2 * rig.image_bytes, disk_kv=2 * 8192))
+    rig.settle()
+    rig.check()
+    assert {holder for cold in rig.cold() for holder in cold.holders} == {"kept"}
+    assert rig.sources(follow(rig, more, "kept")) == (0, 33, 0, 4)
+    rig.flush()
+    rig.tiers.sessions.wish("kept", rig.now, pinned=False, ttl=None)
+    for tier in ("host", "disk"):
+        rig.tiers.enforce(tier)
+        assert rig.tiers.used(tier) <= rig.tiers.tier_limits(tier).budget
+    assert rig.tiers.host.held_bytes <= 2 * rig.image_bytes
+    rig.settle()
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise MemoryError("no memory")
+
+
+def test_a_copy_from_the_device_that_fails_costs_the_copy_alone(
+    rigs: list[ColdRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64, blocks=10))
+    follow(rig, PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.residency.space.codec, "store", no_memory)
+        other = rig.submit([70, *PROMPT[1:]], session="other")
+        rig.run()
+    assert rig.sources(other) == (0, 0, 0, 30)
+    assert rig.cold() == []
+
+
+def test_a_copy_to_the_device_that_fails_is_computed(rigs: list[ColdRig], monkeypatch: pytest.MonkeyPatch) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64))
+    _, more = turn(rig, PROMPT)
+    rig.flush()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.residency.space.codec, "load_many", no_memory)
+        again = follow(rig, more)
+    assert rig.sources(again) == (0, 0, 0, 37)
+    assert not any(cold.reads for cold in rig.cold())
+
+
+def test_a_turn_that_fails_while_it_is_let_in_holds_no_block_below(
+    rigs: list[ColdRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64))
+    turn(rig, PROMPT)
+    rig.flush()
+    follow(rig, PROMPT[:6])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.manager, "_copy_tokens", no_memory)
+        rig.submit([*PROMPT[:22], 50, 51], session="other")
+        with pytest.raises(MemoryError):
+            rig.step()
+        rig.note(rig.scheduler.fail("no memory"))
+    assert not any(cold.reads for cold in rig.cold())
+
+
+def test_the_same_turn_again_leaves_two_equal_tails(rigs: list[ColdRig]) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64, device_ttl=100.0))
+    follow(rig, PROMPT)
+    follow(rig, PROMPT)
+    tails = [block.token_ids for block in rig.manager.blocks.values() if len(block.token_ids) < 4]
+    assert len(tails) == 2
+    assert tails[0] == tails[1]
+    rig.now += 200
+    rig.residency.relieve(float("inf"), expired=True)
+    assert rig.manager.blocks == {}
+    assert len(rig.cold()) == 9
