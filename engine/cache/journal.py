@@ -95,6 +95,11 @@ class Journal:
         turns, self._turns = self._turns, []
         return turns
 
+    def forget(self, session_id: str) -> None:
+        """Say nothing more of a session that is gone."""
+        self._totals = {name: total for name, total in self._totals.items() if name[1] != session_id}
+        self._turns = [turn for turn in self._turns if turn.session_id != session_id]
+
     def bury(self, key: bytes, why: str) -> None:
         """No tier holds this block any more."""
         self._ghosts[key] = why

@@ -129,6 +129,7 @@ class Residency:
         """Nothing of this session is to be saved, or known."""
         self.saver.forget(session_id)
         self.tiers.sessions.forget(session_id)
+        self.tiers.journal.forget(session_id)
 
     def _save_block(self, parent: bytes, key: bytes, spared: frozenset[bytes]) -> bool:
         """Begin to write one block from wherever it is; False: not now, or it is nowhere.

@@ -92,6 +92,7 @@ class ColdTiers:
         self.host.resize(limits.host_kv or 0)
         for tier in COLD:
             self.enforce(tier)
+        self.host.compact()
 
     @property
     def has_disk(self) -> bool:
@@ -295,6 +296,7 @@ class ColdTiers:
             else:
                 self.index.let_go(cold, session_id)
         self.sessions.forget(session_id)
+        self.journal.forget(session_id)
         self.disk.forget(session_id, {cold.key for cold in leaving.writing}, leaving.forgotten)
         return leaving
 
