@@ -174,7 +174,8 @@ class ColdRig(Rig):
     def check(self) -> None:
         """The conservation law, of every tier."""
         super().check()
-        assert cold_violations(self.tiers) == []
+        broken = cold_violations(self.tiers)
+        assert not broken, broken
 
     def cold(self) -> list[ColdBlock]:
         """What host and disk hold."""

@@ -186,7 +186,7 @@ class Life:
             users = {user_of(session) for session in block.holders}
             assert len(users) == 1 or block.preset, "two users share more than a preset"
             for session in block.holders:
-                assert self._said.may_hold(session, block.key or b""), f"{session} holds what it has never said"
+                assert self._said.may_hold(session, block.key or b""), f"{session} has never said {block}"
             for user, canary in CANARIES.items():
                 assert canary not in block.token_ids or users == {user}, f"others hold what {user} has said"
         for cold in rig.cold():

@@ -1,0 +1,226 @@
+"""Sabotages of host and disk: what is copied, named, kept and given back there."""
+
+from __future__ import annotations
+
+from tests.mutants.mutants import Mutant
+
+BLOCK = "engine/cache/block.py"
+FILE = "engine/cache/block_file.py"
+COLD = "engine/cache/cold.py"
+DISK = "engine/cache/disk_tier.py"
+EARLIER = "engine/cache/earlier.py"
+HOST = "engine/cache/host.py"
+POLICY = "engine/cache/policy.py"
+RESIDENCY = "engine/cache/residency.py"
+SAVER = "engine/cache/saver.py"
+SERVED = "engine/served.py"
+SESSIONS = "engine/cache/sessions.py"
+TIERS = "engine/cache/tiers.py"
+
+BELOW = tuple(f"tests/engine/test_{part}.py" for part in ("tiers", "tiers_truth", "tiers_limits"))
+RACES = tuple(f"tests/engine/test_{part}_race.py" for part in ("copy", "host"))
+POLICIES = ("tests/engine/cache/test_policy.py",)
+FAULTS = ("tests/engine/cache/test_disk_faults.py",)
+OTHERS = ("tests/engine/test_invalidation.py",)
+
+MUTANTS: tuple[Mutant, ...] = (
+    # --- names
+    Mutant(
+        "ignore the salt of a block below", COLD, "block_hash(parent, ids, salt)", 'block_hash(parent, ids, b"")', BELOW
+    ),
+    Mutant("ignore whose a block below is", COLD, " and _is_named(cold, salt, session_id)", "", BELOW),
+    Mutant("name a tail without its session", BLOCK, "len(whose), whose)", "len(whose), bytes(len(whose)))", BELOW),
+    Mutant(
+        "name a tail without its salt",
+        BLOCK,
+        "len(salt), salt, len(whose)",
+        "len(salt), bytes(len(salt)), len(whose)",
+        BELOW,
+    ),
+    Mutant("skip the token comparison below", COLD, " and list(cold.token_ids) == list(ids)", "", BELOW),
+    Mutant("skip the parent comparison below", COLD, " and cold.parent == parent", "", BELOW),
+    Mutant(
+        "count a whole block where a part of it is shared",
+        COLD,
+        "Piece(best.cold, position + best.end)",
+        "Piece(best.cold, min(limit, position + len(best.cold.token_ids)))",
+        BELOW,
+    ),
+    Mutant("one fingerprint for exact and rounded copies", SERVED, "{model}/{cold_dtype}/", "{model}/", OTHERS),
+    Mutant("forget that a copy was rounded", RESIDENCY, "block.lossy or piece.cold.lossy", "block.lossy", BELOW),
+    # --- copies
+    Mutant(
+        "publish before the file was read",
+        DISK,
+        "        self._workers.submit(work)\n        return True\n\n    def delete",
+        '        self._post(lambda: finish(""))\n'
+        "        self._workers.submit(blocks.read, cold.space.fingerprint, cold.key, image)\n"
+        "        return True\n\n    def delete",
+        RACES,
+    ),
+    Mutant(
+        "count as saved what is being written",
+        DISK,
+        "result = files.blocks.write(header, image)",
+        "self._post(lambda: finish(file_bytes(size)))\n"
+        "                return (files.blocks.write(header, image), None)[1]",
+        RACES,
+    ),
+    Mutant(
+        "copy to the file when its turn comes",
+        DISK,
+        "        fill(self.staging.view(slot))\n",
+        "        self._workers.submit(fill, self.staging.view(slot))\n",
+        RACES,
+    ),
+    Mutant(
+        "write from a buffer that others get",
+        DISK,
+        "        def finish(result: int | Exception) -> None:\n            self.staging.give_back(slot)\n",
+        "        self.staging.give_back(slot)\n\n        def finish(result: int | Exception) -> None:\n",
+        RACES,
+    ),
+    Mutant(
+        "take the image beside the right one",
+        HOST,
+        "start = slot.place * self.stride\n",
+        "start = max(0, slot.place - 1) * self.stride\n",
+        BELOW,
+    ),
+    Mutant(
+        "take the images in the wrong order",
+        RESIDENCY,
+        "for piece in pieces]\n        try:",
+        "for piece in reversed(pieces)]\n        try:",
+        BELOW,
+    ),
+    Mutant(
+        "copy to the blocks after the right ones",
+        RESIDENCY,
+        "first, began = lease.computed // self.space.block_size,",
+        "first, began = lease.computed // self.space.block_size + 1,",
+        BELOW,
+    ),
+    Mutant("keep what else a tail's slot held", RESIDENCY, "tokens=len(block.token_ids)", "tokens=None", BELOW),
+    Mutant(
+        "wait for a disk for ever",
+        RESIDENCY,
+        "if restore.pieces and self._clock() - restore.moved_at >",
+        "if False and self._clock() - restore.moved_at >",
+        RACES,
+    ),
+    # --- files
+    Mutant("skip the checksum of an image", FILE, "if crc32(into) != head.image_crc:", "if False:", BELOW),
+    Mutant("skip the checksum of a header", FILE, "!= head_crc:", "== -1:", FAULTS),
+    Mutant(
+        "believe a file's name", FILE, "if (header.fingerprint, header.key) != (fingerprint, key):", "if False:", BELOW
+    ),
+    Mutant(
+        "believe a file's tokens",
+        DISK,
+        '"" if header.token_ids == list(cold.token_ids) else "its file holds other tokens"',
+        '""',
+        BELOW,
+    ),
+    Mutant(
+        "keep a file that cannot be read",
+        DISK,
+        "            self.files.blocks.quarantine(cold.space.fingerprint, cold.key, why)",
+        "            pass",
+        BELOW,
+    ),
+    Mutant(
+        "leave the files of a deleted chat",
+        TIERS,
+        "        self.disk.delete(cold)\n        self.index.remove(cold)",
+        "        self.index.remove(cold)",
+        BELOW,
+    ),
+    Mutant(
+        "keep what a longer block begins with", TIERS, "if begins and tail.holders", "if False and tail.holders", BELOW
+    ),
+    Mutant("remove what another chat still needs", TIERS, " and tail.holders <= cold.holders", "", BELOW),
+    Mutant(
+        "keep a file whose chat was deleted while it was written",
+        TIERS,
+        "elif self.index.get(cold.key) is not cold:",
+        "elif False:",
+        BELOW,
+    ),
+    # --- who holds what
+    Mutant(
+        "note nobody as a holder on disk", SAVER, "            self._tiers.note(session_id)", "            pass", BELOW
+    ),
+    Mutant("trust the holders in a file's header", EARLIER, "holders.get(stored.header.key) or dict", "dict", BELOW),
+    Mutant(
+        "note nobody who reads what is below",
+        RESIDENCY,
+        "                self.tiers.hold(cold, session_id)\n",
+        "                pass\n",
+        BELOW,
+    ),
+    Mutant(
+        "drop below what others hold too",
+        TIERS,
+        "if cold.holders == {session_id}:\n                leaving",
+        "if session_id in cold.holders:\n                leaving",
+        BELOW,
+    ),
+    # --- giving back
+    Mutant(
+        "give back a slot in host that is being read",
+        TIERS,
+        "not cold.reads and not cold.writing and cold.key",
+        "not cold.writing and cold.key",
+        RACES,
+    ),
+    Mutant("demote what is being read", TIERS, "if cold.reads or cold.writing or (to", "if cold.writing or (to", RACES),
+    Mutant("remove a tail that is being read", TIERS, " and not tail.reads:", ":", RACES),
+    Mutant(
+        "lose slots in host",
+        TIERS,
+        "        self.host.give_back(cold.host)\n        cold.host = None\n        kept",
+        "        cold.host = None\n        kept",
+        BELOW,
+    ),
+    Mutant(
+        "lose buffers of a turn that was cancelled",
+        RESIDENCY,
+        "        if slot is not None:\n            self.tiers.disk.staging.give_back(slot)",
+        "        if slot is None:\n            self.tiers.disk.staging.give_back(slot)",
+        BELOW,
+    ),
+    Mutant("never say that a block was read", RESIDENCY, "        piece.cold.reads -= 1\n", "", BELOW),
+    # --- policies
+    Mutant("expire with the first holder", POLICY, "latest = max(latest, ", "latest = min(latest, ", POLICIES),
+    Mutant(
+        "let time take what is pinned",
+        POLICY,
+        "if entry.key not in lasting and entry.key not in pinned]",
+        "if entry.key not in lasting]",
+        POLICIES,
+    ),
+    Mutant("count no pins", SESSIONS, "            return Value.PINNED", "            return Value.SHARED", BELOW),
+    Mutant("write without end", DISK, "self.files.writes.allows(", "bool(", BELOW),
+    Mutant(
+        "write beyond the disk's budget",
+        TIERS,
+        '            if not self.tier_limits("disk").fits(self.disk.bytes + taken):  # what',
+        "            if False:  # what",
+        BELOW,
+    ),
+    Mutant(
+        "start with more than the disk's budget",
+        TIERS,
+        '            self.enforce("disk")\n        return len(blocks)',
+        "            pass\n        return len(blocks)",
+        BELOW,
+    ),
+    Mutant(
+        "evict from host what could go to disk",
+        TIERS,
+        'if move.to == "disk" and not self.copy_down(cold) and',
+        "if False and",
+        BELOW,
+    ),
+)
