@@ -17,9 +17,9 @@ def _budgets(tiers: ColdTiers) -> Iterator[str]:
     if held != tiers.host.used_bytes:
         yield f"blocks take {held} bytes of host, which counts {tiers.host.used_bytes}"
     disk = tiers.tier_limits("disk").budget
-    pinned = sum(size(cold, "disk") for cold in tiers.index if tiers.sessions.pinned(cold.holders))
-    if tiers.has_disk and tiers.used("disk") > max(disk, pinned):
-        yield f"the files take {tiers.disk.bytes} bytes of a budget of {disk}"
+    kept = sum(size(cold, "disk") for cold in tiers.index if cold.reads or tiers.sessions.pinned(cold.holders))
+    if tiers.has_disk and tiers.used("disk") > max(disk, kept + tiers.disk.writing_bytes):
+        yield f"the files take {tiers.used('disk')} bytes of a budget of {disk}, and {kept} of them must stay"
     files = sum(size(cold, "disk") for cold in tiers.index)
     if files > tiers.disk.bytes:
         yield f"blocks have files of {files} bytes, and {tiers.disk.bytes} are counted"

@@ -56,7 +56,7 @@ class DiskTier:
             self._old_bytes = files.blocks.old_usage().bytes
             self.bytes = self.earlier.size + self._old_bytes
         self.saving = self.loading = 0  # blocks on their way
-        self._writing: set[bytes] = set()  # one file of a key at a time, also when a deleted chat begins anew
+        self._writing: dict[bytes, int] = {}  # bytes by key; one file of a key at a time, also of a deleted chat's
         self.read_at = 0.0  # when a read ended last
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
@@ -76,6 +76,11 @@ class DiskTier:
     def leaving_bytes(self) -> int:
         """As many of `bytes` are about to go."""
         return self.clerk.bytes if self.clerk is not None else 0
+
+    @property
+    def writing_bytes(self) -> int:
+        """As many of `bytes` are being written."""
+        return sum(self._writing.values())
 
     # --- blocks -------------------------------------------------------------------------------------------------------
 
@@ -98,7 +103,7 @@ class DiskTier:
             return False
         self.files.writes.count(file_bytes(size))
         cold.writing = True
-        self._writing.add(cold.key)
+        self._writing[cold.key] = file_bytes(size)
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
         header, image, files = _header(cold), _memory(self.staging.view(slot)), self.files
@@ -117,7 +122,7 @@ class DiskTier:
             self.saving -= 1
             self.bytes -= file_bytes(size)
             cold.writing = False
-            self._writing.discard(cold.key)
+            del self._writing[cold.key]
             if isinstance(result, int):
                 cold.disk = result
                 self.bytes += result

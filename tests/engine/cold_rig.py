@@ -19,7 +19,7 @@ from engine.cache.holders import HolderFiles
 from engine.cache.image import ImageCodec
 from engine.cache.manager import BlockManager
 from engine.cache.residency import Residency
-from engine.cache.tiers import ColdTiers, Leaving
+from engine.cache.tiers import COLD, ColdTiers, Leaving
 from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, Force
 from engine.scheduler import Scheduler
@@ -172,7 +172,10 @@ class ColdRig(Rig):
         self.check()
 
     def check(self) -> None:
-        """The conservation law, of every tier."""
+        """The conservation law, of every tier; what could not go when limits fell goes first, as the keeper has it."""
+        for tier in COLD:
+            if not self.tiers.tier_limits(tier).fits(self.tiers.used(tier)):
+                self.tiers.enforce(tier)
         super().check()
         broken = cold_violations(self.tiers)
         assert not broken, broken

@@ -47,8 +47,7 @@ counts: Counter[str] = Counter()
 below: list[Tier | None] = ["host", "disk", "disk", None]
 
 chats = st.sampled_from(CHATS)
-lengths = st.integers(1, 9)
-steps = st.sampled_from([0, 1, 3, 40])
+lengths, steps = st.integers(1, 9), st.sampled_from([0, 1, 3, 40])
 ttls = st.sampled_from([None, 30.0, 200.0])
 
 
@@ -228,20 +227,20 @@ class Lives(RuleBasedStateMachine):
     def damage(self) -> None:
         if not (files := self.life.files()):
             return
-        file = self.draw(st.sampled_from(files))
-        how = self.draw(st.sampled_from(["flip", "flip the header", "cut", "lose", "swap"]))
-        counts["damage"] += 1
-        self.life.damaged.add(file.stem)
-        content = bytearray(file.read_bytes())
-        if how == "lose":
-            file.unlink()
-        elif how == "cut":
-            file.write_bytes(content[: len(content) // 2])
-        elif how == "swap":
-            file.write_bytes(self.draw(st.sampled_from(files)).read_bytes())
-        else:
-            content[24 if how == "flip the header" else -4096] ^= 1
-            file.write_bytes(content)
+        for file in self.draw(st.lists(st.sampled_from(files), min_size=1, max_size=5, unique=True)):
+            how = self.draw(st.sampled_from(["flip", "flip the header", "cut", "lose", "swap"]))
+            counts["damage"] += 1
+            self.life.damaged.add(file.stem)
+            content = bytearray(file.read_bytes())
+            if how == "lose":
+                file.unlink()
+            elif how == "cut":
+                file.write_bytes(content[: len(content) // 2])
+            elif how == "swap":
+                file.write_bytes(self.draw(st.sampled_from(self.life.files())).read_bytes())
+            else:
+                content[24 if how == "flip the header" else -4096] ^= 1
+                file.write_bytes(content)
 
     def stop_and_start(self) -> None:
         """Killed, or closed: then what was begun is written, and nobody may be left to note it. A file may be torn."""
@@ -253,7 +252,7 @@ class Lives(RuleBasedStateMachine):
             counts["killed while blocks are written"] += not self.rig.quiet
         elif how != "torn":
             (self.rig.close if how == "closed" else self.rig.tiers.close)()
-        if how == "torn" and (files := self.life.files()):
+        elif files := self.life.files():
             (files[0].parent / ".tmp-0123456789abcdef").write_bytes(b"half a bl")
         self.life.again()
 
