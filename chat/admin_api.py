@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import Response, StreamingResponse
 
 from chat.bodies import parsed
+from chat.openai_answers import estimate_body
 from chat.service import ChatService
 from storage.cache_tables import MOST_EVENTS, MOST_TURNS
 from storage.records import TraceRecord
@@ -78,16 +79,7 @@ def admin_router(service: ChatService) -> APIRouter:
         """Where the tokens of a chat's next turn would come from, and how long its first token would take."""
         body = await parsed(request, EstimateBody)
         found = await service.cache.estimate(service.user.id, body.chat, body.text)
-        return {
-            "prompt_tokens": found.prompt_tokens,
-            "tokens": {
-                "device": found.device_tokens,
-                "host": found.host_tokens,
-                "disk": found.disk_tokens,
-                "computed": found.computed_tokens,
-            },
-            "seconds": found.seconds,
-        }
+        return estimate_body(found)
 
     return router
 

@@ -21,7 +21,7 @@ from chat.bodies import body_of
 from chat.errors import ChatError, ModelNotFound, StorageFailed
 from chat.event_stream import EventStream, unless_gone
 from chat.models import DEFAULT
-from chat.openai_answers import Answer
+from chat.openai_answers import Answer, estimate_body
 from chat.openai_types import parse_request
 from chat.openapi import description
 from chat.refusals import RETRY_AFTER, internal_error, no_such_url, refusal
@@ -63,6 +63,7 @@ class _Api:
         self._created = int(time.time())
         self.routes: dict[str, tuple[Callable[..., Awaitable[Response]], list[str]]] = {
             "/v1/chat/completions": (self.complete, ["POST"]),
+            "/v1/chat/completions/estimate": (self.estimate, ["POST"]),
             "/v1/models": (self.models, READING),
             "/v1/models/{name:path}": (self.model, READING),
             "/v1/openapi.json": (self.described, READING),
@@ -96,6 +97,19 @@ class _Api:
         except Exception:
             log.exception("a completion failed")
             return refusal(internal_error())
+
+    async def estimate(self, request: Request) -> Response:
+        try:
+            chat = parse_request(await body_of(request))
+            hint = request.headers.get("x-session-id")
+            found = self._service.estimate(self._service.user.id, chat.entries(), session_hint=hint, model=chat.model)
+            return JSONResponse(estimate_body(await unless_gone(found, request.receive)))
+        except ChatError as error:
+            return refusal(error)
+        except StorageError as error:
+            return refusal(StorageFailed(error))
+        except ClientDisconnect:
+            return Response(status_code=GONE)
 
     async def models(self) -> Response:
         models = await self._service.models()

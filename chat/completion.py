@@ -12,11 +12,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from cachetools import LRUCache
 
 from chat.api_turn import ApiTurn
 from chat.errors import ChatError, InvalidRequest, ModelNotFound, StorageFailed, check_text
+from chat.estimates import Estimator, estimated
 from chat.figures import RecentReplies
 from chat.generation import Engine, Generation, Reply
 from chat.matching import Match, longest_match
@@ -24,7 +26,7 @@ from chat.misses import Misses
 from chat.model import Composed, LoadedModel
 from chat.templates import Entry
 from chat.turns import turn_record
-from chat.views import Status, TurnOptions
+from chat.views import EstimateView, Status, TurnOptions
 from engine.protocol import Sampling
 from storage.errors import StorageError, UnknownModel
 from storage.records import UserRecord
@@ -53,13 +55,17 @@ class Request:
     hint: str | None = None
 
 
+class CompletionEngine(Engine, Estimator, Protocol):
+    """The part of `EngineClient` that stateless clients need."""
+
+
 class Completions:
     """Begins the turns of stateless clients, and owns those that run."""
 
     def __init__(
         self,
         store: Store,
-        engine: Engine,
+        engine: CompletionEngine,
         *,
         clock: Callable[[], float],
         timer: Callable[[], float] = time.perf_counter,
@@ -84,20 +90,16 @@ class Completions:
 
         Raises InvalidRequest, InvalidText, ModelNotFound, PromptTooLong, TemplateError, StorageFailed.
         """
-        _check(request, model)
-        hint = (user.id, request.hint) if request.hint else None
-        prefer = self._hints.get(hint) if hint else None
-        match = await longest_match(self._store, user.id, request.messages, model.template, prefer)
+        match, composed = await self._composed(user, model, request)
         path = match.path if match else ()
-        composed = await model.compose([*(model.entry(message) for message in path), *request.messages[len(path) :]])
         try:
             session_id, stored = await self._session(user.id, model.id, match)
         except UnknownModel:  # forgotten a moment ago
             raise ModelNotFound(model.name) from None
         except StorageError as error:
             raise StorageFailed(error) from error
-        if hint:
-            self._hints[hint] = session_id
+        if request.hint:
+            self._hints[user.id, request.hint] = session_id
         submit = model.submit(session_id, composed, request.options, usual=PLAIN, salt=user.salt, n=request.n)
         generation = Generation(
             self._engine,
@@ -118,6 +120,20 @@ class Completions:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return turn
+
+    async def estimate(self, user: UserRecord, model: LoadedModel, request: Request) -> EstimateView:
+        """What these messages would cost. Stores nothing. Raises as `begin`, and NotReady."""
+        match, composed = await self._composed(user, model, request)
+        return await estimated(self._engine, user, model, composed, match.session.id if match else "")
+
+    async def _composed(self, user: UserRecord, model: LoadedModel, request: Request) -> tuple[Match | None, Composed]:
+        """What is stored of a chat, and its prompt with the ids that were stored."""
+        _check(request, model)
+        prefer = self._hints.get((user.id, request.hint)) if request.hint else None
+        match = await longest_match(self._store, user.id, request.messages, model.template, prefer)
+        path = match.path if match else ()
+        entries = [*(model.entry(message) for message in path), *request.messages[len(path) :]]
+        return match, await model.compose(entries)
 
     def _misses(self, model: LoadedModel, composed: Composed, match: Match | None) -> Misses:
         stored_in, path = (match.session.id, match.path) if match else (None, ())

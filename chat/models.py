@@ -94,6 +94,14 @@ class Models:
         await self._default_record(self._ready())  # its name is known from then on
         return await self.get(None if name == DEFAULT else (await self.view(name)).id)
 
+    async def loaded(self, name: str) -> LoadedModel:
+        """The model that a client names, without loading it. Raises NotReady where it is not, and ModelNotFound."""
+        await self._default_record(self._ready())
+        known = self.known(None if name == DEFAULT else (await self.view(name)).id)
+        if known is None:
+            raise NotReady("The model is not loaded; the next message for it loads it.")
+        return known
+
     def known(self, model_id: str | None) -> LoadedModel | None:
         """The model of this id if it is served and read already; None is the default's."""
         loaded = self._read.get(model_id or self.default_id or "")

@@ -39,7 +39,7 @@ from chat.generation import Piece
 from chat.openai_types import ChatRequest, finish_reason
 from chat.refusals import error_body
 from chat.thinking import STORED, Splitter, Trimmer
-from chat.views import MissView
+from chat.views import EstimateView, MissView
 from storage.reasoning import split_reply
 
 NAMES = {"reasoning": "reasoning_content", "answer": "content"}
@@ -177,3 +177,17 @@ def _miss(miss: MissView) -> dict[str, Any]:
 def _content(text: str) -> dict[str, str]:
     parts = split_reply(text)
     return {"content": parts.answer, **({"reasoning_content": parts.reasoning} if parts.reasoning else {})}
+
+
+def estimate_body(found: EstimateView) -> dict[str, Any]:
+    """An estimate, its tokens named as in `keepwarm`."""
+    return {
+        "prompt_tokens": found.prompt_tokens,
+        "tokens": {
+            "device": found.device_tokens,
+            "host": found.host_tokens,
+            "disk": found.disk_tokens,
+            "computed": found.computed_tokens,
+        },
+        "seconds": found.seconds,
+    }

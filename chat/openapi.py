@@ -29,6 +29,7 @@ def description() -> dict[str, Any]:
         "info": {"title": "Keepwarm", "version": VERSION},
         "paths": {
             "/v1/chat/completions": {"post": _completion()},
+            "/v1/chat/completions/estimate": {"post": _estimate()},
             "/v1/models": {"get": _get("The models that may be named.", "Models")},
             "/v1/models/{name}": {"get": _model()},
             "/healthz": {"get": _get("Whether the server runs.", "Health")},
@@ -41,12 +42,22 @@ def description() -> dict[str, Any]:
 def _completion() -> dict[str, Any]:
     reply: dict[str, Any] = _answered("A reply, whole or streamed.", "Completion")
     reply["content"]["text/event-stream"] = {"schema": TEXT}
+    return _asked("Write a reply.", reply)
+
+
+def _estimate() -> dict[str, Any]:
+    words = "Say what a reply would cost: its tokens by source, and the seconds to its first. Nothing is stored."
+    return _asked(words, _answered("What it would cost.", "Estimate"))
+
+
+def _asked(summary: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """A POST of a chat that is answered so."""
     hint = "Your name for this chat: of several equal ones it chooses the one last used under it."
     return {
-        "summary": "Write a reply.",
+        "summary": summary,
         "parameters": [{"name": "X-Session-Id", "in": "header", "schema": TEXT, "description": hint}],
         "requestBody": {"required": True, "content": _json("ChatRequest")},
-        "responses": {"200": reply, "4XX": _refused(), "5XX": _refused()},
+        "responses": {"200": answer, "4XX": _refused(), "5XX": _refused()},
     }
 
 
@@ -88,6 +99,10 @@ def _answers() -> dict[str, Any]:
         "Completion": _object(
             id=TEXT, object={"const": "chat.completion"}, created=COUNT, model=TEXT, choices=_list(choice), usage=usage,
             keepwarm=_extension(),
+        ),
+        "Estimate": _object(
+            prompt_tokens=COUNT, tokens=_object(device=COUNT, host=COUNT, disk=COUNT, computed=COUNT),
+            seconds=_or_null(NUMBER),
         ),
         "Health": _object(status={"const": "ok"}),
         "Ready": _object(status={"enum": ["ready", "loading", "restarting", "failed", "stopped"]}),

@@ -24,7 +24,7 @@ from chat.shown import context_tokens, message_view
 from chat.templates import Entry
 from chat.thinking import Policy
 from chat.turns import SAVE_SECONDS, LiveTurn
-from chat.views import ModelView, SessionDetail, SessionView, TurnOptions
+from chat.views import EstimateView, ModelView, SessionDetail, SessionView, TurnOptions
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
 from engine.protocol import Snapshot
@@ -232,7 +232,7 @@ class ChatService:
         return self._conversations.live(session_id)
 
     async def running_turn(self, user_id: str, session_id: str) -> LiveTurn | None:
-        """The same for a chat that need not be the user's. Reads no messages. Raises SessionNotFound."""
+        """The same for a chat that need not be the user's. Raises SessionNotFound."""
         await self._owned(user_id, session_id)
         return self._conversations.live(session_id)
 
@@ -254,6 +254,13 @@ class ChatService:
         request = Request(tuple(messages), options or TurnOptions(), self._timer(), n, session_hint)
         self.cache.turn_begins()
         return await self._completions.begin(self.user, await self._models.named(model), request)
+
+    async def estimate(
+        self, user_id: str, messages: Sequence[Entry], *, session_hint: str | None = None, model: str = DEFAULT
+    ) -> EstimateView:
+        """What `complete` would cost with these messages. Stores and loads nothing. Raises as it does."""
+        request = Request(tuple(messages), TurnOptions(), self._timer(), hint=session_hint)
+        return await self._completions.estimate(self.user, await self._models.loaded(model), request)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from chat.errors import ChatError, NotReady
-from chat.model import Composed, LoadedModel
+from chat.estimates import estimated, place
 from chat.models import Models
 from chat.templates import Entry
 from chat.views import EstimateView, WarmingView
@@ -49,7 +49,7 @@ class Warmth:
         if model is None or not path:
             return None
         composed = await model.compose([model.entry(message) for message in path])
-        return await self._engine.prefetch(session.id, *_place(user, model, composed))
+        return await self._engine.prefetch(session.id, *place(user, model, composed))
 
     async def estimate(self, user: UserRecord, session: SessionRecord, text: str = "") -> EstimateView:
         """What the chat's next turn would cost, with this message or a short one.
@@ -66,18 +66,7 @@ class Warmth:
         if text or not path or path[-1].role != "user":  # else the message is there and waits for its reply
             entries.append(Entry("user", text or STAND_IN))
         composed = await model.compose(entries)
-        try:
-            found = await self._engine.estimate(*_place(user, model, composed), session_id=session.id)
-        except EngineUnavailable as error:
-            raise NotReady(f"{error}.") from error
-        return EstimateView(
-            found.prompt_tokens,
-            found.device_tokens,
-            found.host_tokens,
-            found.disk_tokens,
-            found.computed_tokens,
-            found.seconds,
-        )
+        return await estimated(self._engine, user, model, composed, session.id)
 
     # --- at the start -----------------------------------------------------------------------------------------------
 
@@ -113,8 +102,3 @@ class Warmth:
             log.info("recent chats were not warmed to the end: %s", error)
         finally:
             self.warming = None
-
-
-def _place(user: UserRecord, model: LoadedModel, composed: Composed) -> tuple[list[int], bytes, int, str]:
-    """A prompt as the engine's calls take it."""
-    return composed.prompt, user.salt, composed.shared_len, model.capabilities.fingerprint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
+
 from engine.config import EngineConfig
 from tests.bench import replay
 from tests.bench.__main__ import start
 from tests.bench.cache_engine import HERE, MODELS, ROOT, Text
 from tests.bench.cache_report import Report, at_most, ms
 
+ONE_TURN = replay.one_turn
 SHARES = (0.5, 0.25, 0.1)  # of the working set, beside all of it
 OF_ALL_RESIDENT = 1.3
+OFF_P50, OFF_P95 = 1.3, 2.0  # times that an estimate is off, to either side
 SOURCES = ("device", "host", "disk", "computed", "recomputed")
 AROUND = 16  # tokens that a template puts around a message and its reply, at most
 MIB = 2**20
@@ -35,6 +40,25 @@ class Load:
     sessions: int
     turns: int
     max_tokens: int
+
+
+class _Asking:
+    """replay's own `one_turn`: before each turn the server is asked what it would cost; `seconds` has the answers."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float | None] = []
+
+    async def one_turn(
+        self, client: httpx.AsyncClient, args: argparse.Namespace, session_id: str, messages: list[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Ask, then take the turn."""
+        answer = await client.post(
+            f"{args.base_url}/chat/completions/estimate",
+            json={"model": args.model, "messages": messages},
+            headers={"X-Session-ID": session_id},
+        )
+        self.seconds.append(answer.raise_for_status().json()["seconds"])
+        return await ONE_TURN(client, args, session_id, messages)
 
 
 class _Noting:
@@ -81,7 +105,7 @@ def _at(report: Report, model: str, load: Load, name: str, device: int, host: in
         server, url = start(data, ["--model", model, "--dtype", "bfloat16", *flags])
         try:
             _replay(url, Load(2, 2, load.max_tokens), "warm-up", Path(folder) / "warm-up.jsonl")
-            summary, costs, rows = _replay(url, load, "measured", Path(folder) / "turns.jsonl")
+            summary, costs, rows, estimates = _replay(url, load, "measured", Path(folder) / "turns.jsonl")
         finally:
             server.terminate()
             server.wait()
@@ -99,23 +123,35 @@ def _at(report: Report, model: str, load: Load, name: str, device: int, host: in
         "tokens_return": tokens,
         "restore_s_return": sum(cost.get("restore_s", 0.0) for cost in later),
         "misses_return": dict(causes),
+        "off": _off(rows, estimates),
         "blocks": _blocks(rows, load),
     }
 
 
-def _replay(url: str, load: Load, nonce: str, dump: Path) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """The summary, the `keepwarm` object of every response, and every turn."""
-    noting, printed = _Noting(), io.StringIO()
+def _replay(
+    url: str, load: Load, nonce: str, dump: Path
+) -> tuple[dict[str, Any], list[Any], list[Any], list[float | None]]:
+    """The summary, the `keepwarm` object of every response, every turn, and what each was to take until its reply."""
+    noting, asking, printed = _Noting(), _Asking(), io.StringIO()
     arguments = [
         "replay.py", "--base-url", f"{url}/v1", "--trace", str(HERE / "mt_bench.jsonl"),
         "--system", str(HERE / "system_prompt.txt"), "--sessions", str(load.sessions), "--turns", str(load.turns),
         "--max-tokens", str(load.max_tokens), "--nonce", nonce, "--dump", str(dump),
     ]  # fmt: skip
     argv, reading = patch.object(sys, "argv", arguments), patch.object(replay, "json", noting)
-    with argv, reading, contextlib.redirect_stdout(printed):
+    with argv, reading, patch.object(replay, "one_turn", asking.one_turn), contextlib.redirect_stdout(printed):
         replay.main()
     rows = [json.loads(line) for line in dump.read_text("utf-8").splitlines()]
-    return json.loads(printed.getvalue().splitlines()[-1]), noting.seen, rows
+    return json.loads(printed.getvalue().splitlines()[-1]), noting.seen, rows, asking.seconds
+
+
+def _off(rows: list[Any], estimates: list[float | None]) -> dict[str, Any]:
+    """How many times the measured TTFT is off the estimated one, to either side."""
+    pairs = [(row["ttft"], seconds) for row, seconds in zip(rows, estimates, strict=True) if seconds]
+    ratios = [measured / seconds for measured, seconds in pairs]
+    off = [max(ratio, 1 / ratio) for ratio in ratios]
+    unknown = len(rows) - len(pairs)
+    return {"p50": replay.quantile(off, 0.5), "p95": replay.quantile(off, 0.95), "ratios": ratios, "unknown": unknown}
 
 
 def _bound(load: Load, text: Text) -> int:
@@ -144,6 +180,9 @@ def _tell(report: Report, load: Load, found: list[dict[str, Any]], working: int,
             goal = at_most(f"replay, {run['name']}: returning TTFT of that with all resident", ratio, OF_ALL_RESIDENT)
             report.goals.append(goal)
             word = f"{ratio:.2f} {goal.word}"
+        off = run["off"]
+        for share, most in (("p50", OFF_P50), ("p95", OFF_P95)):
+            report.goals.append(at_most(f"replay, {run['name']}: the estimate is off, {share}", off[share], most))
         rows.append(
             [
                 run["name"],
@@ -152,12 +191,14 @@ def _tell(report: Report, load: Load, found: list[dict[str, Any]], working: int,
                 ms(run["ttft_return_p95"]),
                 word,
                 f"{run['reuse_return']:.4f}",
+                f"{off['p50']:.2f}",
+                f"{off['p95']:.2f}",
                 *(f"{tokens[source]:,}" for source in SOURCES),
             ]
         )
     report.table(
         f"replay of {load.sessions} sessions x {load.turns} turns x {load.max_tokens} tokens, returning turns; "
         f"the working set is {working / MIB:.0f} MiB, two longest sessions {least / MIB:.0f} MiB; TTFT in milliseconds",
-        ["device holds", "MiB", "TTFT p50", "p95", "", "reuse", *SOURCES],
+        ["device holds", "MiB", "TTFT p50", "p95", "", "reuse", "off p50", "p95", *SOURCES],
         rows,
     )

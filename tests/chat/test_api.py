@@ -14,6 +14,7 @@ from engine.protocol import Rejected, Sampling
 from engine.state import EngineState
 from tests.chat.fake_engine import END
 from tests.chat.serving import serving
+from tests.chat.test_cache_service import DYING
 
 
 @pytest.fixture
@@ -85,6 +86,43 @@ async def test_what_came_from_which_tier_and_why_the_rest_did_not(client, engine
     assert answer.keepwarm["miss"] == {"position": cached, "message_index": 3, "cause": "new", "detail": ""}
     chunks = await stream(client, *more)  # which is all there but for its last token
     assert chunks[-1].keepwarm["miss"] is None
+
+
+async def test_what_a_reply_would_cost(http, client, engine, store):
+    asked = [{"role": "system", "content": "Be brief."}, user("one")]
+    await client.chat.completions.create(model="default", messages=asked)
+    before = engine.submits[0]
+    more = {"model": "default", "messages": [*asked, {"role": "assistant", "content": "Fine."}, user("two")]}
+    found = (await http.post("/v1/chat/completions/estimate", json=more)).json()
+    assert len(engine.submits) == 1, "nothing was asked"
+    answer = (await http.post("/v1/chat/completions", json=more)).json()
+    tokens = answer["keepwarm"]["tokens"]
+    assert found == {
+        "prompt_tokens": len(engine.submits[1].token_ids),
+        "tokens": {name: tokens[name] for name in ("device", "host", "disk", "computed")},
+        "seconds": 0.125,
+    }
+    assert engine.estimates == [engine.submits[1].token_ids]
+    assert tokens["device"] > len(before.token_ids), "it was matched with what is stored"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [({"model": "other"}, 404, None), ({"messages": []}, 400, "messages"), ({"temperature": 9}, 400, "temperature")],
+)
+async def test_an_estimate_is_refused_as_a_reply_is(http, engine, change, status, param):
+    body = {"model": "default", "messages": [user("one")], **change}
+    answers = [await http.post(f"/v1/chat/completions{end}", json=body) for end in ("", "/estimate")]
+    assert [answer.status_code for answer in answers] == [status, status]
+    assert answers[0].json() == answers[1].json()
+    assert answers[1].json()["error"]["param"] == param
+    assert (engine.submits, engine.estimates) == ([], [])
+
+
+async def test_an_estimate_while_the_engine_starts_again(http, engine):
+    engine.set_state(DYING)
+    answer = await http.post("/v1/chat/completions/estimate", json={"model": "default", "messages": [user("one")]})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
 async def test_a_stream(client, replies, template):
