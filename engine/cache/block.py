@@ -51,7 +51,11 @@ class Scope:
 
     def shares(self, index: int, block_size: int) -> bool:
         """Whether block `index` lies inside the preset."""
-        return (index + 1) * block_size <= self.shared_len
+        return self.public_at(index, block_size) == block_size
+
+    def public_at(self, index: int, block_size: int) -> int:
+        """How many leading tokens of block `index` lie inside the preset."""
+        return min(max(0, self.shared_len - index * block_size), block_size)
 
     def reach(self, other: Scope, block_size: int) -> int | None:
         """Up to which position the two could share blocks if their tokens agreed; None: without limit."""
@@ -72,7 +76,8 @@ class Block:
 
     `token_ids` are exactly the tokens whose K/V the slot holds. `hash` names a full, published block and is None
     before; `parent_hash` is set while the block is published. `holders` are the sessions that have read it. `depth`
-    blocks come before it, `preset` ones are made of a shared preset alone, `lossy` ones came from rounded copies.
+    blocks come before it. `public` of its leading tokens may lie inside a shared preset; `preset` ones lie there whole.
+    `lossy` ones came from rounded copies.
     `last_used` is when its last lease ended.
     """
 
@@ -81,6 +86,7 @@ class Block:
     holders: set[str]
     depth: int = 0
     preset: bool = False
+    public: int = 0
     lossy: bool = False
     last_used: float = 0.0
     token_ids: list[int] = field(default_factory=list)

@@ -39,11 +39,19 @@ class PrefixIndex:
         found = self._by_hash.get(naming.block_hash(parent_hash, token_ids, salt))
         return found if found is not None and _is(found, parent_hash, token_ids, salt) else None
 
-    def longest(self, parent_hash: bytes, token_ids: Sequence[int], scope_salt: bytes) -> list[tuple[int, Block]]:
-        """The entries under `parent_hash` with this salt that share leading ids, each with how many it shares."""
-        same_salt = (block for block in self.children(parent_hash) if block.salt == scope_salt)
-        shared = ((common_prefix(block.token_ids, token_ids), block) for block in same_salt)
-        return [(count, block) for count, block in shared if count > 0]
+    def longest(
+        self, parent_hash: bytes, token_ids: Sequence[int], salt: bytes, public: int
+    ) -> list[tuple[int, Block]]:
+        """The entries under `parent_hash` that share leading ids, each with how many it shares.
+
+        Of another salt's, only what lies inside a preset on both sides is shared; `public` leading ids do on this one.
+        """
+        found = []
+        for block in self.children(parent_hash):
+            most = len(token_ids) if block.salt == salt else min(public, block.public)
+            if count := common_prefix(block.token_ids, token_ids[:most]):
+                found.append((count, block))
+        return found
 
     def add(self, block: Block, parent_hash: bytes) -> None:
         """Make `block` visible under its parent; may be repeated as it fills."""

@@ -74,8 +74,9 @@ class BlockManager:
         start = len(full) * size
         rest = token_ids[start : min(start + size, limit)]
         best = Match(tuple(full), start)
-        for count, block in self.index.longest(parent, rest, scope.salt_at(len(full), size)):
-            adopt = self._can_continue(block, count, scope)
+        salt, public = scope.salt_at(len(full), size), scope.public_at(len(full), size)
+        for count, block in self.index.longest(parent, rest, salt, public):
+            adopt = block.salt == salt and self._can_continue(block, count, scope)
             if (count, adopt) > (best.tail_tokens, best.adopt):
                 best = Match(tuple(full), start + count, block, count, adopt)
         return best
@@ -113,6 +114,8 @@ class BlockManager:
             self._hold(block, scope)
         if source is not None:
             self._hold(source)
+        elif match.tail is not None:  # what this lease adds to it may lie beyond its own preset
+            match.tail.public = min(match.tail.public, scope.public_at(match.tail.depth, self.block_size))
         try:
             self._grow(lease, fresh)
             if source is not None:
@@ -276,8 +279,9 @@ class BlockManager:
         last = lease.blocks[-1].id if lease.blocks else None
         for block_id in self.free.take(count, after=last):
             depth, scope = len(lease.blocks), lease.scope
-            salt, preset = scope.salt_at(depth, self.block_size), scope.shares(depth, self.block_size)
-            block = Block(block_id, salt, {scope.session_id}, depth=depth, preset=preset, leases=1)
+            salt, public = scope.salt_at(depth, self.block_size), scope.public_at(depth, self.block_size)
+            preset = public == self.block_size
+            block = Block(block_id, salt, {scope.session_id}, depth=depth, preset=preset, public=public, leases=1)
             self.blocks[block_id] = block
             lease.blocks.append(block)
 
@@ -286,6 +290,7 @@ class BlockManager:
         target = lease.blocks[number]
         self._copy_tokens(source.id, target.id, count)
         target.token_ids.extend(source.token_ids[:count])
+        target.lossy = source.lossy
         self._publish(lease, number)
 
     def _publish(self, lease: Lease, number: int) -> None:

@@ -30,18 +30,14 @@ class Said:
         return key in self._keys.get(session, set())
 
     def most(self, request: str, scope: Scope, prompt: list[int]) -> int:
-        """How many tokens of a prompt can be found: what its user has said in other requests, or all of the preset.
-
-        Of the preset, that are the blocks that lie inside it.
-        """
+        """How many tokens of a prompt can be found: what its user has said in other requests, or all of the preset."""
         limit, found = len(prompt) - 1, 0
-        whole = scope.shared_len // self._block_size * self._block_size
         for paths in self._paths.values():
             for other, (theirs, path) in paths.items():
                 if other != request:
                     count = common_prefix(prompt, path)
                     own = theirs.salt == scope.salt
-                    found = max(found, min(limit, count if own else min(count, whole, theirs.shared_len)))
+                    found = max(found, min(limit, count if own else min(count, scope.shared_len, theirs.shared_len)))
         return found
 
     def _named(self, scope: Scope, path: list[int]) -> set[bytes]:

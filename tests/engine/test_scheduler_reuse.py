@@ -106,7 +106,33 @@ def test_users_share_the_preset_and_nothing_else(make_rig):
     rig.run()
     nobody = rig.submit(secret, 4, session="n", salt=b"nobody")
     rig.run()
-    assert [rig.usage(request)[0] for request in (again, ben, nobody)] == [35, 28, 0]
+    assert [rig.usage(request)[0] for request in (again, ben, nobody)] == [35, 30, 0]
+
+
+def test_of_a_block_at_the_end_of_a_preset_users_share_the_presets_tokens_alone(make_rig):
+    """Even where the next words agree, and where the one preset goes on for longer than the other."""
+    rig = make_rig()
+    words = [*PRESET, 1, 2, 3, 4, 5, 6]
+    for user, shared_len, found in (
+        ("anna", 30, 0),
+        ("ben", 33, 30),
+        ("cleo", 33, 33),
+        ("dora", 29, 29),
+        ("eve", 0, 0),
+    ):
+        request = rig.submit(words, 2, session=user, salt=user.encode(), shared_len=shared_len)
+        rig.run()
+        assert (user, rig.usage(request)[0]) == (user, found)
+
+
+def test_what_a_chat_adds_to_its_own_block_is_not_taken_for_a_preset(make_rig):
+    """The block was begun under a longer preset than the chat has when it goes on."""
+    rig = make_rig()
+    rig.reply([*PRESET[:28], 1], 1, session="a", salt=b"anna", shared_len=32)
+    rig.reply([*PRESET[:28], 1, 2, 3, 4], 1, session="a", salt=b"anna", shared_len=29)
+    ben = rig.submit([*PRESET[:28], 1, 2, 3, 4], 1, session="b", salt=b"ben", shared_len=32)
+    rig.run()
+    assert rig.usage(ben)[0] == 29
 
 
 def test_users_do_not_wait_for_each_others_tokens(make_rig):
