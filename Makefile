@@ -1,6 +1,6 @@
 # make run starts Keepwarm, make test tests it; both set .venv up first, and again whenever a lock file changes.
 
-.PHONY: run test lint format bench bench-cache stress mutants lock clean
+.PHONY: run test lint format bench bench-cache bench-int8 stress mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -29,6 +29,9 @@ bench: .venv/installed-dev  ## replay chats against a fresh server and measure; 
 
 bench-cache: .venv/installed-dev  ## measure the tiers; a part with ARGS="--only tiers --rounds 1"
 	@$(BIN)/python -m tests.bench.cache $(ARGS)
+
+bench-int8: .venv/installed-dev  ## what int8 in host and disk costs in quality; options in ARGS="--texts 2"
+	@$(BIN)/python -m tests.bench.int8 $(ARGS)
 
 stress: .venv/installed-dev  ## many chats at once on small tiers, every token checked; ARGS="--seconds 30"
 	@$(BIN)/python -m tests.stress $(ARGS)
