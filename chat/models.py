@@ -95,10 +95,12 @@ class Models:
         return await self.get(None if name == DEFAULT else (await self.view(name)).id)
 
     async def loaded(self, name: str) -> LoadedModel:
-        """The model that a client names, without loading it. Raises NotReady where it is not, and ModelNotFound."""
-        await self._default_record(self._ready())
-        known = self.known(None if name == DEFAULT else (await self.view(name)).id)
-        if known is None:
+        """The model that a client names, loading no other. Raises ModelNotFound, and NotReady where it is away."""
+        default = await self._default_record(self._ready())
+        wanted = default.id if name == DEFAULT else (await self.view(name)).id
+        if wanted == default.id:  # it is served, though its files may not have been read yet
+            return await self.get()
+        if (known := self.known(wanted)) is None:
             raise NotReady("The model is not loaded; the next message for it loads it.")
         return known
 

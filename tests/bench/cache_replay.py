@@ -83,6 +83,7 @@ def run(report: Report, model: str, load: Load, text: Text, bytes_per_token: int
     longest, shared, rest = found[0].pop("blocks")
     working = (shared + rest) * block
     least = 2 * longest * block
+    report.results["replay"] = {"working_set_bytes": working, "least_bytes": least, "runs": found}
     plenty = 2 * working + 256 * MIB
     for tier in ("host", "disk"):
         for share in SHARES:
@@ -90,7 +91,6 @@ def run(report: Report, model: str, load: Load, text: Text, bytes_per_token: int
             kept = {"host": (plenty, 0), "disk": (0, plenty)}[tier]
             found.append(_at(report, model, load, f"{share:.0%}, {tier}", device, *kept))
             found[-1].pop("blocks")
-    report.results["replay"] = {"working_set_bytes": working, "least_bytes": least, "runs": found}
     _tell(report, load, found, working, least)
 
 
@@ -111,6 +111,7 @@ def _at(report: Report, model: str, load: Load, name: str, device: int, host: in
             server.wait()
     if len(costs) != len(rows):
         report.wrong.append(f"replay, {name}: {len(costs)} of {len(rows)} responses said where their tokens came from")
+    print(f"  {json.dumps(summary)}", flush=True)  # it takes an hour in all, and something may end it
     later = costs[load.sessions :]  # one turn at a time, the first turns of all come first
     tokens = {source: sum(cost["tokens"].get(source, 0) for cost in later) for source in SOURCES}
     causes = Counter(cost["miss"]["cause"] for cost in later if cost.get("miss"))

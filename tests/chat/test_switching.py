@@ -87,6 +87,30 @@ async def test_a_chat_of_the_page_is_read_in_the_template_of_its_model(service, 
         assert after.token_ids[: len(known)] == known
 
 
+async def test_an_estimate_brings_no_model_into_memory(service, engine, template, words):
+    loaded = await service.add_model("/models/words")
+    body = {"model": "words", "messages": [{"role": "user", "content": "one"}]}
+    async with serving(service) as url, httpx.AsyncClient(base_url=url) as http:
+        found = await http.post("/v1/chat/completions/estimate", json=body)
+        assert found.json()["prompt_tokens"] == len(engine.estimates[-1])
+        assert words.tokenizer.decode(engine.estimates[-1], skip_special_tokens=False) == fresh(words, "one")
+        engine.served.discard("e" * 16)
+        answer = await http.post("/v1/chat/completions/estimate", json=body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            503, "The model is not loaded; the next message for it loads it."
+        )  # fmt: skip
+        assert engine.served == {engine.capabilities.fingerprint}
+        await service.forget_model(loaded.id)
+        assert (await http.post("/v1/chat/completions/estimate", json=body)).status_code == 404
+
+
+async def test_an_estimate_reads_what_the_default_needs_and_nobody_has_read(service, engine, template):
+    service._models._read.clear()
+    body = {"model": "default", "messages": [{"role": "user", "content": "one"}]}
+    async with serving(service) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/v1/chat/completions/estimate", json=body)).status_code == 200
+
+
 async def test_a_chat_of_a_client_is_read_in_the_template_of_its_model(service, engine, template, words):
     await service.add_model("/models/words")
     history: list[dict[str, str]] = [{"role": "system", "content": "Be brief."}]
