@@ -10,7 +10,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from engine.cache.block import Scope
-from engine.cache.tiers import COLD, TIERS, Leaving
+from engine.cache.holdings import COLD, TIERS, Leaving
 from engine.config import Tier
 from engine.errors import EngineError
 from engine.ledger import residencies, snapshot
@@ -107,7 +107,7 @@ class Keeper:
 
     def _gone(self) -> list[Event]:
         """The answers to drops whose last files have been written, and deleted."""
-        ready = [each for each in self._leaving if self._tiers.has_gone(each[1])]
+        ready = [each for each in self._leaving if self._tiers.holdings.has_gone(each[1])]
         self._leaving = [each for each in self._leaving if each not in ready]
         return [replace(answer, complete=leaving.whole is True) for answer, leaving in ready]
 
@@ -137,7 +137,7 @@ class Keeper:
             freed, ended = served.drop(drop.session_id)
             blocks, taken = blocks + freed, taken + freed * served.measures.block_bytes
             events += ended
-        leaving = self._tiers.drop(drop.session_id)
+        leaving = self._tiers.holdings.drop(drop.session_id)
         answer = Dropped(call_id=drop.call_id, blocks=blocks + leaving.blocks, bytes=taken + leaving.bytes)
         self._leaving.append((answer, leaving))
         return events
@@ -205,7 +205,7 @@ class Keeper:
         if served is None:
             return Estimated(call_id=estimate.call_id, prompt_tokens=total, device_tokens=0, computed_tokens=total)
         scope = Scope(estimate.session_id, estimate.salt, estimate.shared_len)
-        cost = served.residency.estimate(scope, estimate.token_ids)
+        cost = served.residency.outlook.estimate(scope, estimate.token_ids)
         return Estimated(
             call_id=estimate.call_id,
             prompt_tokens=total,

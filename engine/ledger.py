@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from engine.cache.tiers import COLD, size
+from engine.cache.holdings import COLD, size
+from engine.cache.tiers import ColdTiers
+from engine.config import Tier
 from engine.protocol import Residency, Snapshot, TierUsage
 from engine.residents import Residents
 
@@ -70,6 +72,22 @@ def device_usage(residents: Residents) -> TierUsage:
     )
 
 
+def cold_usage(tiers: ColdTiers, tier: Tier) -> TierUsage:
+    """The ledger's line of host or disk."""
+    blocks = [cold for cold in tiers.index if size(cold, tier)]
+    pinned = sum(size(cold, tier) for cold in blocks if tiers.sessions.pinned(cold.holders))
+    host = tier == "host"
+    return TierUsage(
+        tier=tier,
+        budget_bytes=tiers.tier_limits(tier).budget,
+        held_bytes=tiers.host.held_bytes if host else tiers.disk.bytes,
+        used_bytes=tiers.used(tier),
+        pinned_bytes=pinned,
+        page_locked_bytes=tiers.host.page_locked_bytes if host else 0,
+        blocks=len(blocks),
+    )
+
+
 def snapshot(call_id: str, residents: Residents, now: float) -> Snapshot:
     """Gauges and counters of everything."""
     models, tiers = list(residents), residents.tiers
@@ -83,7 +101,7 @@ def snapshot(call_id: str, residents: Residents, now: float) -> Snapshot:
         used_bytes=device.used_bytes,
         steps=sum(served.runner.steps for served in models),
         forwarded_tokens=sum(served.runner.forwarded_tokens for served in models),
-        tiers=[device, *(tiers.usage(tier) for tier in COLD)],
+        tiers=[device, *(cold_usage(tiers, tier) for tier in COLD)],
         sessions=residencies(residents, now),
         staging_bytes=tiers.disk.staging.held_bytes,
         saving_blocks=tiers.disk.saving,

@@ -16,7 +16,8 @@ from engine.protocol import Prefetch, Prefetched
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from engine.cache.residency import Residency, Restore  # whose tiers need torch
+    from engine.cache.residency import Residency  # whose tiers need torch
+    from engine.cache.restores import Restore
 
 WAITED_FOR, AHEAD = (
     0.5,
@@ -68,7 +69,7 @@ class Restoring:
     def abandon(self, restore: Restore | None) -> None:
         """Nobody waits for it any more."""
         if self._residency is not None and restore is not None:
-            self._residency.abandon(restore)
+            self._residency.restores.abandon(restore)
 
     def advance(self, sequences: Iterable[Sequence], *, others_write: bool) -> list[Sequence]:
         """Bring what these running sequences wait for, as far as the time goes; those that came further."""
@@ -79,7 +80,7 @@ class Restoring:
         for sequence in sequences:
             if (restore := sequence.restore) is None:
                 continue
-            came = self._residency.advance(restore, sequence.held, sequence.token_ids, until)
+            came = self._residency.restores.advance(restore, sequence.held, sequence.token_ids, until)
             for part in came:
                 sequence.restored(part)
             if not restore.pieces:
@@ -94,7 +95,8 @@ class Restoring:
         """Note why the rest of a sequence's prompt has to be computed, where that is not known yet."""
         if self._residency is not None and sequence.preemptions == 0 and sequence.index == 0:
             prompt = sequence.token_ids[: sequence.request.prompt_len]
-            sequence.miss = self._residency.miss(sequence.request.scope, prompt, sequence.held.computed, restore)
+            scope, position = sequence.request.scope, sequence.held.computed
+            sequence.miss = self._residency.outlook.miss(scope, prompt, position, restore)
 
     def ended(self, sequence: Sequence) -> None:
         """A running sequence ends: note what its turn has used."""
@@ -131,7 +133,7 @@ class Restoring:
         for call_id, each in list(self._prefetches.items()):
             if self._residency is None:
                 continue
-            for part in self._residency.advance(each.restore, each.lease, each.command.token_ids, until):
+            for part in self._residency.restores.advance(each.restore, each.lease, each.command.token_ids, until):
                 if part.tier == "host":
                     each.host_tokens += part.end - part.start
                 else:

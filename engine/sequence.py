@@ -12,7 +12,7 @@ from engine.cache.block import Lease, Scope, common_prefix
 from engine.protocol import Finished, FinishReason, Miss, Progress, Submit, Usage
 
 if TYPE_CHECKING:
-    from engine.cache.residency import Restore, Restored  # whose tiers need torch
+    from engine.cache.restores import Restore, Restored  # whose tiers need torch
 
 
 def sample_seed(seed: int | None, index: int) -> int:

@@ -23,7 +23,10 @@ FORBIDDEN = {
     "engine.cache": {"transformers", "engine.model", "engine.loop", "engine.client"},
 }
 MAY_USE_TORCH = {"engine.cache.host", "engine.cache.image", "engine.cache.pool"}  # within engine.cache
-ON_TOP_OF_TORCH = {f"engine.cache.{name}" for name in ("cold_laws", "disk_tier", "residency", "saver", "tiers")}
+ON_TOP_OF_TORCH = {
+    f"engine.cache.{name}"
+    for name in ("cold_laws", "disk_tier", "holdings", "outlook", "residency", "restores", "saver", "tiers")
+}
 
 BLOCKED = """
 import importlib, sys

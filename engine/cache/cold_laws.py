@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.cache.tiers import ColdTiers, size
+from engine.cache.holdings import size
+from engine.cache.tiers import ColdTiers
 
 
 def cold_violations(tiers: ColdTiers) -> list[str]:

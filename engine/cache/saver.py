@@ -55,5 +55,5 @@ class Saver:
             if on_the_way:
                 return False
             del self._unsaved[session_id]
-            self._tiers.note(session_id)
+            self._tiers.holdings.note(session_id)
         return False

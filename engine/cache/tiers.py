@@ -1,7 +1,7 @@
-"""Host and disk, of all models together: what they take in, and what leaves them. The one owner of cold blocks.
+"""Host and disk, of all models together: what they take in, and what has to leave them.
 
-It decides by the policy and the limits, and has the slab and the disk tier carry it out. For the engine's thread. A
-copy that fails is never an error to a chat: the block is not there, and the log says why.
+It decides by the policy and the limits; the slab, the disk tier and the holdings carry it out. For the engine's thread.
+A copy that fails is never an error to a chat: the block is not there, and the log says why.
 """
 
 from __future__ import annotations
@@ -9,42 +9,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from engine.cache.block import Block
-from engine.cache.cold import ColdBlock, ColdIndex, Space
+from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk_tier import DiskTier, Files, Fill, Post, file_bytes
+from engine.cache.holdings import COLD, TIERS, WISHED, Holdings, size
 from engine.cache.host import HostSlab, HostSlot
 from engine.cache.image import Tensor
 from engine.cache.journal import Journal
-from engine.cache.policy import Entry, Move, Policy, Reason, TierLimits, decide, policy_named
+from engine.cache.policy import Entry, Move, Policy, TierLimits, decide, policy_named
 from engine.cache.rates import MovingRate
 from engine.cache.sessions import Sessions
 from engine.config import CacheConfig, Tier
 from engine.errors import EngineError
-from engine.events import CacheAction, TierUsage
 
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-COLD: tuple[Tier, ...] = ("host", "disk")
 PROBE_S = 300.0  # after which a tier that was found slow is tried again
 log = logging.getLogger(__name__)
-WISHED = "a person wished it"
-WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
-
-
-@dataclass
-class Leaving:
-    """What goes with a dropped session: blocks and bytes, those whose files may be on the way, and its record."""
-
-    blocks: int = 0
-    bytes: int = 0
-    writing: list[ColdBlock] = field(default_factory=list)
-    whole: bool | None = None  # nothing is left of it; None: that is not known yet
-
-    def forgotten(self, whole: bool) -> None:
-        """All that could be deleted has been; whether that was all there was."""
-        self.whole = whole
 
 
 class ColdTiers:
@@ -59,13 +40,14 @@ class ColdTiers:
         wall: Callable[[], float] = time.time,
         post: Post,
     ) -> None:
-        self.index, self.sessions, self.journal = ColdIndex(), Sessions(), Journal(wall)
+        self.sessions, self.journal = Sessions(), Journal(wall)
         self.limits = limits
         self.policy: Policy = policy_named(limits.policy)
         self.host, self.host_rate, self.host_at = HostSlab(limits.host_kv or 0), MovingRate(), 0.0
         self.disk = DiskTier(files, clock, wall, post)
+        self.holdings = Holdings(self.sessions, self.journal, self.host, self.disk, clock)
+        self.index = self.holdings.index
         self._clock = clock
-        self._unnoted: set[str] = set()  # sessions that hold more, or less, than is written down
         for session_id, last_used in self.disk.earlier_sessions().items():
             self.sessions.remember(session_id, last_used)
 
@@ -152,11 +134,11 @@ class ColdTiers:
         if cold is None or not size(cold, tier):
             return True
         if tier == "disk":
-            self._take_from_disk(cold, move.reason)
+            self.holdings.take_from_disk(cold, move.reason)
             return True
         if move.to == "disk" and not self.copy_down(cold) and self.must_wait(cold):
             return False
-        self._take_from_host(cold, move.reason)
+        self.holdings.take_from_host(cold, move.reason)
         return True
 
     def must_wait(self, cold: ColdBlock) -> bool:
@@ -188,10 +170,9 @@ class ColdTiers:
             self.journal.bury(cold.key, f"device: {reason}, and host and disk had no room")
             told("evicted", f"{reason}, and host and disk had no room")
             return True
-        self._show(cold)
+        self.holdings.show(cold)
         for session_id in block.holders - cold.holders:
-            if self.index.hold(cold, session_id):
-                self._unnoted.add(session_id)
+            self.holdings.hold(cold, session_id)
         told("demoted", reason, target=target)
         return True
 
@@ -208,7 +189,7 @@ class ColdTiers:
             return False
         self.copied(cold.space.codec.size, began)
         cold.host = slot
-        self._remove_beginnings(cold)
+        self.holdings.remove_beginnings(cold)
         return True
 
     def copied(self, amount: int, began: float) -> None:
@@ -228,7 +209,7 @@ class ColdTiers:
                 return False
         if not self.disk.write(cold, fill, partial(self._written, cold)):
             return False
-        self._show(cold)
+        self.holdings.show(cold)
         return True
 
     def copy_down(self, cold: ColdBlock, spared: frozenset[bytes] = frozenset()) -> bool:
@@ -241,20 +222,12 @@ class ColdTiers:
     def _written(self, cold: ColdBlock, error: EngineError | None) -> None:
         if error is not None:
             self.journal.note("skipped", str(error), size=cold.space.codec.size, target="disk", holders=cold.holders)
-            self._hide_if_nowhere(cold, str(error))
+            self.holdings.hide_if_nowhere(cold, str(error))
         elif self.index.get(cold.key) is not cold:  # its owner has deleted it meanwhile
             self.disk.delete(cold)
         else:
             self.journal.note("saved", "a turn ended", size=cold.disk, target="disk", holders=cold.holders)
-            self._remove_beginnings(cold)
-
-    def _remove_beginnings(self, cold: ColdBlock) -> None:
-        """Part-filled blocks whose tokens this one begins with are of no more use."""
-        for tail in self.index.children(cold.parent):
-            count = len(tail.token_ids)
-            begins = count < len(cold.token_ids) and tail.token_ids == cold.token_ids[:count]
-            if begins and tail.holders <= cold.holders and not tail.reads:
-                self._remove(tail)
+            self.holdings.remove_beginnings(cold)
 
     def _slot_in_host(self, amount: int) -> HostSlot | None:
         """Room for one block in host, whatever has to leave it."""
@@ -267,43 +240,17 @@ class ColdTiers:
             slot = self.host.take(amount)
         return slot
 
-    def _show(self, cold: ColdBlock) -> None:
-        if self.index.get(cold.key) is None:
-            self.index.add(cold)
-        self.journal.revive(cold.key)
+    def take_stock(self, space: Space) -> int:
+        """Take in what the disk holds of a model from earlier runs; how many blocks."""
+        blocks = self.disk.served(space) if self.has_disk else []
+        for cold in blocks:
+            if self.index.get(cold.key) is None:
+                self.index.add(cold)
+        if not self.tier_limits("disk").fits(self.disk.bytes):
+            self.enforce("disk")
+        return len(blocks)
 
     # --- letting go ---------------------------------------------------------------------------------------------------
-
-    def quarantine(self, cold: ColdBlock, why: str) -> None:
-        """A block whose file cannot be trusted is not read again."""
-        self.journal.note("quarantined", why, size=cold.disk, source="disk", holders=cold.holders)
-        self.disk.quarantine(cold, why)
-        self._hide_if_nowhere(cold, f"unreadable: {why}")
-
-    def drop(self, session_id: str) -> Leaving:
-        """Forget a session, and what only it holds."""
-        leaving = Leaving()
-        held = self.index.held_by(session_id)
-        for other in {holder for cold in held for holder in cold.holders} & self._unnoted - {session_id}:
-            self.note(other)  # or nothing would say after a restart that it holds what the two share
-        self._unnoted.discard(session_id)
-        for cold in held:
-            if cold.holders == {session_id}:
-                leaving.blocks += 1
-                leaving.bytes += sum(size(cold, tier) for tier in COLD)
-                leaving.writing.append(cold)
-                self._remove(cold)
-            else:
-                self.index.let_go(cold, session_id)
-        self.sessions.forget(session_id)
-        self.journal.forget(session_id)
-        self.disk.forget(session_id, {cold.key for cold in leaving.writing}, leaving.forgotten)
-        return leaving
-
-    def has_gone(self, leaving: Leaving) -> bool:
-        """Whether no file of a dropped session is left."""
-        on_the_way = any(cold.writing or cold.key in self.disk.deleting for cold in leaving.writing)
-        return leaving.whole is not None and not on_the_way
 
     def demote(self, session_id: str, to: Tier | None) -> tuple[int, int, bool]:
         """Take what only this session holds off the tiers above `to`: blocks and bytes that left one; whether all have.
@@ -321,73 +268,14 @@ class ColdTiers:
                 continue
             if cold.host is not None:
                 blocks, amount = blocks + 1, amount + size(cold, "host")
-                self._take_from_host(cold, WISHED)
+                self.holdings.take_from_host(cold, WISHED)
             if to is None and cold.disk:
                 blocks, amount = blocks + 1, amount + cold.disk
-                self._take_from_disk(cold, WISHED)
+                self.holdings.take_from_disk(cold, WISHED)
         return blocks, amount, done
 
     def _reaches_disk(self, cold: ColdBlock) -> bool:
         return bool(cold.disk) or self.copy_down(cold) or not self.must_wait(cold)
-
-    def _take_from_host(self, cold: ColdBlock, reason: str) -> None:
-        if cold.host is None:
-            return
-        self.host.give_back(cold.host)
-        cold.host = None
-        kept: Tier | None = "disk" if cold.disk or cold.writing else None
-        action: CacheAction = "demoted" if kept else "expired" if reason == "ttl" else "evicted"
-        self._tell_gone(cold, action, reason, "host", kept)
-
-    def _take_from_disk(self, cold: ColdBlock, reason: str) -> None:
-        self.disk.delete(cold)
-        self._tell_gone(cold, "expired" if reason == "ttl" else "evicted", reason, "disk", None)
-
-    def _tell_gone(self, cold: ColdBlock, action: CacheAction, reason: str, tier: Tier, kept: Tier | None) -> None:
-        why = next((words for name, words in WHY.items() if name == reason), reason)
-        age = self._clock() - cold.last_used
-        self.journal.note(
-            action, why, size=cold.space.codec.size, source=tier, target=kept, holders=cold.holders, age_s=age
-        )
-        self._hide_if_nowhere(cold, f"{tier}: {why}")
-
-    def _hide_if_nowhere(self, cold: ColdBlock, why: str) -> None:
-        if cold.host is None and not cold.disk and not cold.writing and self.index.get(cold.key) is cold:
-            self.index.remove(cold)
-            self.journal.bury(cold.key, why)
-
-    def _remove(self, cold: ColdBlock) -> None:
-        """Out of every tier, without a word: it is of no more use, or its owner deleted it."""
-        if cold.host is not None:
-            self.host.give_back(cold.host)
-            cold.host = None
-        self.disk.delete(cold)
-        self.index.remove(cold)
-
-    # --- sessions -----------------------------------------------------------------------------------------------------
-
-    def hold(self, cold: ColdBlock, session_id: str) -> None:
-        """A session uses a block of host or disk."""
-        cold.last_used = self._clock()
-        if self.index.hold(cold, session_id):
-            self._unnoted.add(session_id)
-
-    def note(self, session_id: str) -> None:
-        """Have written down what a session holds on disk."""
-        use = self.sessions.get(session_id)
-        self._unnoted.discard(session_id)
-        if use is not None:
-            self.disk.note(session_id, use.last_used, self.index.held_by(session_id))
-
-    def take_stock(self, space: Space) -> int:
-        """Take in what the disk holds of a model from earlier runs; how many blocks."""
-        blocks = self.disk.served(space) if self.has_disk else []
-        for cold in blocks:
-            if self.index.get(cold.key) is None:
-                self.index.add(cold)
-        if not self.tier_limits("disk").fits(self.disk.bytes):
-            self.enforce("disk")
-        return len(blocks)
 
     # --- what can be seen ---------------------------------------------------------------------------------------------
 
@@ -396,28 +284,6 @@ class ColdTiers:
         rate, measured_at = (self.host_rate, self.host_at) if tier == "host" else (self.disk.rate, self.disk.read_at)
         return rate.seconds_for(amount) if self._clock() - measured_at < PROBE_S else None
 
-    def usage(self, tier: Tier) -> TierUsage:
-        """The ledger's line of host or disk."""
-        blocks = [cold for cold in self.index if size(cold, tier)]
-        pinned = sum(size(cold, tier) for cold in blocks if self.sessions.pinned(cold.holders))
-        host = tier == "host"
-        return TierUsage(
-            tier=tier,
-            budget_bytes=self.tier_limits(tier).budget,
-            held_bytes=self.host.held_bytes if host else self.disk.bytes,
-            used_bytes=self.used(tier),
-            pinned_bytes=pinned,
-            page_locked_bytes=self.host.page_locked_bytes if host else 0,
-            blocks=len(blocks),
-        )
-
     def close(self) -> None:
         """Let the copies that were begun end."""
         self.disk.close()
-
-
-def size(cold: ColdBlock, tier: Tier) -> int:
-    """Bytes that a block takes in host or on disk; 0: it is not there."""
-    if tier == "disk":
-        return cold.disk
-    return cold.space.codec.size if cold.host is not None else 0

@@ -13,7 +13,7 @@ from chat.doctor_questions import answers, duration, first_token, memory, per_to
 from chat.doctor_server import examine
 from chat.figures import GoneBlocks, RecentReply, ServerFigures
 from chat.misses import GONE as GONE_FOR_GOOD
-from engine.cache.tiers import WHY
+from engine.cache.holdings import WHY
 from engine.protocol import Capabilities, ModelUsage, Snapshot, TierUsage
 
 MIB = 2**20

@@ -16,10 +16,11 @@ from engine.cache.cold_laws import cold_violations
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files
 from engine.cache.holders import HolderFiles
+from engine.cache.holdings import COLD, Leaving
 from engine.cache.image import ImageCodec
 from engine.cache.manager import BlockManager
 from engine.cache.residency import Residency
-from engine.cache.tiers import COLD, ColdTiers, Leaving
+from engine.cache.tiers import ColdTiers
 from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, Force
 from engine.scheduler import Scheduler
@@ -151,12 +152,12 @@ class ColdRig(Rig):
         """Drop a session everywhere; its files go later."""
         self.drop(session)
         self.residency.forget(session)
-        return self.tiers.drop(session)
+        return self.tiers.holdings.drop(session)
 
     def delete(self, session: str) -> int:
         """Drop a session everywhere, files too; how many of its blocks left host and disk."""
         leaving = self.forget(session)
-        while not self.tiers.has_gone(leaving):
+        while not self.tiers.holdings.has_gone(leaving):
             self.note_an_end()
         self.check()
         return leaving.blocks

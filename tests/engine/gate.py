@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.cache import residency
+from engine.cache import restores
 from tests.engine.cold_rig import ColdRig
 
 
@@ -68,12 +68,12 @@ class Slow:
 
     def write(self, rig: ColdRig, patience_s: float = 1e9) -> Gate:
         """The next write is slow; turns wait for it for so many seconds."""
-        self._monkeypatch.setattr(residency, "PATIENCE_S", patience_s)
+        self._monkeypatch.setattr(restores, "PATIENCE_S", patience_s)
         return self._gate(rig, "write")
 
     def read(self, rig: ColdRig, patience_s: float = 1e9) -> Gate:
         """The next read is slow; turns wait for it for so many seconds."""
-        self._monkeypatch.setattr(residency, "PATIENCE_S", patience_s)
+        self._monkeypatch.setattr(restores, "PATIENCE_S", patience_s)
         return self._gate(rig, "read")
 
     def end(self) -> None:

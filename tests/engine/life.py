@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.cache.block import Scope
 from engine.cache.cold import ColdBlock
-from engine.cache.tiers import Leaving
+from engine.cache.holdings import Leaving
 from engine.protocol import Prefetch
 from tests.engine.fake_model import VOCABULARY
 from tests.engine.played_rig import PlayedRig
@@ -181,7 +181,7 @@ class Life:
         rig = self.rig
         rig.check()
         self.remember()
-        self._owed = {session: left for session, left in self._owed.items() if not rig.tiers.has_gone(left)}
+        self._owed = {session: left for session, left in self._owed.items() if not rig.tiers.holdings.has_gone(left)}
         for block in [*rig.manager.index, *rig.cold()]:
             users = {user_of(session) for session in block.holders}
             assert len(users) == 1 or block.preset, "two users share more than a preset"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.cache import residency
+from engine.cache import restores
 from engine.protocol import Prefetch
 from tests.engine.cold_rig import ColdRig
 from tests.engine.gate import Gate, Slow
@@ -238,7 +238,7 @@ def test_a_read_that_fails_late_takes_no_file_that_was_written_since(
 def test_a_read_that_ends_after_its_block_came_from_elsewhere_gives_its_buffer_back(
     rigs: list[ColdRig], slow: Slow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: int
 ) -> None:
-    monkeypatch.setattr(residency, "READ_AHEAD", ahead)
+    monkeypatch.setattr(restores, "READ_AHEAD", ahead)
     rigs.append(rig := ColdRig(tmp_path, host_blocks=64))
     more = saved(rig)
     gate = slow.read(rig)
@@ -292,7 +292,7 @@ def test_a_prefetch_that_is_overtaken_by_a_deletion_leaves_nothing(
 def test_a_disk_that_does_not_answer_is_not_waited_for(rigs: list[ColdRig], slow: Slow, tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     more = saved(rig)
-    gate = slow.read(rig, patience_s=residency.PATIENCE_S)
+    gate = slow.read(rig, patience_s=restores.PATIENCE_S)
     waiting = begin(rig, gate, more)
     while waiting not in rig.finished:
         rig.step()

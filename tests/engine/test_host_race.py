@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from engine.cache import residency
+from engine.cache import restores
 from tests.engine.cold_rig import ColdRig
 from tests.engine.test_tiers import follow, turn
 
@@ -17,7 +17,7 @@ LONG = [1 + number % 60 for number in range(80)]  # 20 blocks
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[ColdRig]:
     """Host holds little more than one chat, and a step brings two blocks."""
-    monkeypatch.setattr(residency, "COPY_AT_ONCE", 2)
+    monkeypatch.setattr(restores, "COPY_AT_ONCE", 2)
     rig = ColdRig(blocks=120, host_blocks=24)
     yield rig
     rig.close()

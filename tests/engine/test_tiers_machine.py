@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from engine.cache.tiers import COLD
+from engine.cache.holdings import COLD
 from engine.config import Tier
 from tests.engine.fake_model import VOCABULARY
 from tests.engine.life import CANARIES, CHATS, PRESET, Life, user_of

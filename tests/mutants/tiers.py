@@ -9,9 +9,11 @@ FILE = "engine/cache/block_file.py"
 COLD = "engine/cache/cold.py"
 DISK = "engine/cache/disk_tier.py"
 EARLIER = "engine/cache/earlier.py"
+HOLDINGS = "engine/cache/holdings.py"
 HOST = "engine/cache/host.py"
 POLICY = "engine/cache/policy.py"
 RESIDENCY = "engine/cache/residency.py"
+RESTORES = "engine/cache/restores.py"
 SAVER = "engine/cache/saver.py"
 SERVED = "engine/served.py"
 SESSIONS = "engine/cache/sessions.py"
@@ -47,7 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
         BELOW,
     ),
     Mutant("one fingerprint for exact and rounded copies", SERVED, "{model}/{cold_dtype}/", "{model}/", OTHERS),
-    Mutant("forget that a copy was rounded", RESIDENCY, "block.lossy or piece.cold.lossy", "block.lossy", BELOW),
+    Mutant("forget that a copy was rounded", RESTORES, "block.lossy or piece.cold.lossy", "block.lossy", BELOW),
     # --- copies
     Mutant(
         "publish before the file was read",
@@ -89,22 +91,22 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "take the images in the wrong order",
-        RESIDENCY,
+        RESTORES,
         "for piece in pieces]\n        try:",
         "for piece in reversed(pieces)]\n        try:",
         BELOW,
     ),
     Mutant(
         "copy to the blocks after the right ones",
-        RESIDENCY,
-        "first, began = lease.computed // self.space.block_size,",
-        "first, began = lease.computed // self.space.block_size + 1,",
+        RESTORES,
+        "first, began = lease.computed // self._space.block_size,",
+        "first, began = lease.computed // self._space.block_size + 1,",
         BELOW,
     ),
     Mutant("keep what else a tail's slot held", RESIDENCY, "tokens=len(block.token_ids)", "tokens=None", BELOW),
     Mutant(
         "wait for a disk for ever",
-        RESIDENCY,
+        RESTORES,
         "if restore.pieces and self._clock() - restore.moved_at >",
         "if False and self._clock() - restore.moved_at >",
         RACES,
@@ -131,15 +133,19 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "leave the files of a deleted chat",
-        TIERS,
-        "        self.disk.delete(cold)\n        self.index.remove(cold)",
+        HOLDINGS,
+        "        self._disk.delete(cold)\n        self.index.remove(cold)",
         "        self.index.remove(cold)",
         BELOW,
     ),
     Mutant(
-        "keep what a longer block begins with", TIERS, "if begins and tail.holders", "if False and tail.holders", BELOW
+        "keep what a longer block begins with",
+        HOLDINGS,
+        "if begins and tail.holders",
+        "if False and tail.holders",
+        BELOW,
     ),
-    Mutant("remove what another chat still needs", TIERS, " and tail.holders <= cold.holders", "", BELOW),
+    Mutant("remove what another chat still needs", HOLDINGS, " and tail.holders <= cold.holders", "", BELOW),
     Mutant(
         "keep a file whose chat was deleted while it was written",
         TIERS,
@@ -149,19 +155,23 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # --- who holds what
     Mutant(
-        "note nobody as a holder on disk", SAVER, "            self._tiers.note(session_id)", "            pass", BELOW
+        "note nobody as a holder on disk",
+        SAVER,
+        "            self._tiers.holdings.note(session_id)",
+        "            pass",
+        BELOW,
     ),
     Mutant("trust the holders in a file's header", EARLIER, "holders.get(stored.header.key) or dict", "dict", BELOW),
     Mutant(
         "note nobody who reads what is below",
         RESIDENCY,
-        "                self.tiers.hold(cold, session_id)\n",
+        "                self.tiers.holdings.hold(cold, session_id)\n",
         "                pass\n",
         BELOW,
     ),
     Mutant(
         "drop below what others hold too",
-        TIERS,
+        HOLDINGS,
         "if cold.holders == {session_id}:\n                leaving",
         "if session_id in cold.holders:\n                leaving",
         BELOW,
@@ -175,22 +185,22 @@ MUTANTS: tuple[Mutant, ...] = (
         RACES,
     ),
     Mutant("demote what is being read", TIERS, "if cold.reads or cold.writing or (to", "if cold.writing or (to", RACES),
-    Mutant("remove a tail that is being read", TIERS, " and not tail.reads:", ":", RACES),
+    Mutant("remove a tail that is being read", HOLDINGS, " and not tail.reads:", ":", RACES),
     Mutant(
         "lose slots in host",
-        TIERS,
-        "        self.host.give_back(cold.host)\n        cold.host = None\n        kept",
+        HOLDINGS,
+        "        self._host.give_back(cold.host)\n        cold.host = None\n        kept",
         "        cold.host = None\n        kept",
         BELOW,
     ),
     Mutant(
         "lose buffers of a turn that was cancelled",
-        RESIDENCY,
-        "        if slot is not None:\n            self.tiers.disk.staging.give_back(slot)",
-        "        if slot is None:\n            self.tiers.disk.staging.give_back(slot)",
+        RESTORES,
+        "        if slot is not None:\n            self._tiers.disk.staging.give_back(slot)",
+        "        if slot is None:\n            self._tiers.disk.staging.give_back(slot)",
         BELOW,
     ),
-    Mutant("never say that a block was read", RESIDENCY, "        piece.cold.reads -= 1\n", "", BELOW),
+    Mutant("never say that a block was read", RESTORES, "        piece.cold.reads -= 1\n", "", BELOW),
     # --- policies
     Mutant("expire with the first holder", POLICY, "latest = max(latest, ", "latest = min(latest, ", POLICIES),
     Mutant(
