@@ -5,6 +5,7 @@ What is worth bringing was decided before. For the engine's thread.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from engine.config import Tier
 
 READ_AHEAD = 16  # blocks of one restore that are read at a time
 COPY_AT_ONCE = 8  # blocks between two looks at the clock
+COPY_UNHURRIED = 64  # the same where nothing else is to run meanwhile: more at once is quicker
 PATIENCE_S, PATIENCE = 2.0, 2.0  # seconds without an answer, or times what computing the rest takes
 
 
@@ -84,7 +86,7 @@ class Restores:
         while restore.pieces and not (came and self._clock() >= until):
             while restore.pieces and restore.pieces[0].end <= lease.computed:  # another has brought it meanwhile
                 self._let_go(restore, restore.pieces.popleft())
-            pieces = self._at_hand(restore)
+            pieces = self._at_hand(restore, COPY_UNHURRIED if until == math.inf else COPY_AT_ONCE)
             if not pieces:
                 self._lose_patience(restore, lease, len(token_ids))
                 break
@@ -111,10 +113,10 @@ class Restores:
             restore.failed = "the disk did not answer in time"
             self.abandon(restore)
 
-    def _at_hand(self, restore: Restore) -> list[Piece]:
+    def _at_hand(self, restore: Restore, most: int) -> list[Piece]:
         """The next pieces that can be copied now, all from one tier. One that never will be ends the restore."""
         pieces: list[Piece] = []
-        for piece in islice(restore.pieces, COPY_AT_ONCE):
+        for piece in islice(restore.pieces, most):
             if restore.source(piece) != restore.source(restore.pieces[0]) or restore.source(piece) is None:
                 break
             pieces.append(piece)

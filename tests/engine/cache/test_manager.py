@@ -119,6 +119,16 @@ def test_a_sessions_own_tail_is_continued_in_place(make_books):
     books.manager.release(lease)
 
 
+def test_a_part_of_a_rounded_block_is_rounded(make_books):
+    books = make_books()
+    books.keep(A[:8])
+    for there in books.manager.blocks.values():
+        there.lossy = True
+    lease = books.take([*A[:6], 70, 71])
+    assert [part.lossy for part in lease.blocks] == [True, True]
+    books.manager.release(lease)
+
+
 def test_anothers_tail_is_copied_and_stays_anothers(make_books):
     books = make_books()
     books.keep(A[:6], session="a")
