@@ -125,16 +125,6 @@ def test_of_a_block_at_the_end_of_a_preset_users_share_the_presets_tokens_alone(
         assert (user, rig.usage(request)[0]) == (user, found)
 
 
-def test_what_a_chat_adds_to_its_own_block_is_not_taken_for_a_preset(make_rig):
-    """The block was begun under a longer preset than the chat has when it goes on."""
-    rig = make_rig()
-    rig.reply([*PRESET[:28], 1], 1, session="a", salt=b"anna", shared_len=32)
-    rig.reply([*PRESET[:28], 1, 2, 3, 4], 1, session="a", salt=b"anna", shared_len=29)
-    ben = rig.submit([*PRESET[:28], 1, 2, 3, 4], 1, session="b", salt=b"ben", shared_len=32)
-    rig.run()
-    assert rig.usage(ben)[0] == 29
-
-
 def test_users_do_not_wait_for_each_others_tokens(make_rig):
     rig = make_rig()
     secret = [*PRESET, 1, 2, 3, 4, 5, 6]

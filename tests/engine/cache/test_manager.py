@@ -194,6 +194,29 @@ def test_two_users_share_nothing_but_a_preset(make_books):
     assert salts == [(b"", A[:4]), (b"", A[4:8]), (b"anna", [*A[8:10], 1, 2]), (b"ben", [*A[8:10], 1, 2])]
 
 
+def begun(books, scope: Scope, token_ids: list[int], computed: int) -> None:
+    """A request that ended before all of it was computed."""
+    lease = books.manager.acquire(scope, token_ids)
+    books.manager.commit(lease, token_ids[:computed])
+    books.manager.release(lease)
+
+
+def test_what_a_chat_adds_to_its_own_block_is_no_preset(make_books):
+    """The block was begun under a longer preset than the chat has when it goes on."""
+    books = make_books(blocks=16)
+    begun(books, Scope("a", b"anna", 7), A[:7], 6)
+    books.keep([*A[:6], 1, 2], session="a", salt=b"anna", shared_len=5)
+    assert books.found([*A[:6], 1, 2], session="b", salt=b"ben", shared_len=7) == 5
+
+
+def test_a_block_of_a_preset_is_not_continued_with_what_is_none(make_books):
+    books = make_books(blocks=16)
+    begun(books, Scope("a", b"anna", 8), A[:8], 6)
+    lease = books.manager.acquire(Scope("a", b"anna", 6), [*A[:6], 1, 2])
+    assert (lease.reused, lease.blocks[1].salt) == (6, b"anna")
+    books.manager.release(lease)
+
+
 def test_part_of_a_block_does_not_cross_salts(make_books):
     books = make_books()
     books.keep([1, 2, 3], session="a", salt=b"anna")
