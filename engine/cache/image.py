@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
@@ -32,9 +32,9 @@ class ImageCodec:
       One that holds NaN or infinity comes back as NaN throughout, and no other is touched by it. What has come back
       once is stored and loaded again without further loss.
 
-    In RAM a copy is done when the call returns. To or from a GPU it is only queued, on the current stream, where the
-    image is page-locked: whoever reads or reuses either side waits for the stream first. Every method raises
-    `ValueError` for a pool or an image that is not of this codec's shape.
+    In RAM a copy is done when the call returns. To or from CUDA it may only be queued, on the current stream: whoever
+    reads or reuses either side waits for the stream first (`copies`). There an image is put together on the device, and
+    crosses in one piece. Every method raises `ValueError` for a pool or an image that is not of this codec's shape.
     """
 
     def __init__(  # noqa: PLR0917 - the order of the tensor's axes
@@ -52,37 +52,42 @@ class ImageCodec:
 
         With `tokens`, only its first so many go in and the rest is zeros: what else the slot has held stays behind.
         """
+        self._check(pool_data, [into])
+        image = into if pool_data.is_cpu else torch.empty_like(into, device=pool_data.device)
         if tokens is not None:
-            self._check(pool_data, [into])
-            into.zero_()
+            image.zero_()
         if self.lossy:
-            self._quantize(pool_data, slot, into, tokens)
-            return
-        for block, image in self._pairs(pool_data, [slot], [into], tokens):
-            _copy(image, block)
+            self._quantize(pool_data, slot, image, tokens)
+        else:
+            _copy_each((exact, block) for block, exact in self._pairs(pool_data, [slot], [image], tokens))
+        if image is not into:
+            into.copy_(image, non_blocking=image.is_cuda)  # MPS would not say when it has ended
 
     def load(self, image: torch.Tensor, pool_data: torch.Tensor, slot: int, tokens: int | None = None) -> None:
         """Fill block `slot` from an image; with `tokens`, only its first so many, and the others stay as they are."""
+        self._check(pool_data, [image])
+        image = image.to(pool_data.device, non_blocking=pool_data.is_cuda)
         if self.lossy:
             self._restore(image, pool_data, slot, tokens)
-            return
-        for block, exact in self._pairs(pool_data, [slot], [image], tokens):
-            _copy(block, exact)
+        else:
+            _copy_each(self._pairs(pool_data, [slot], [image], tokens))
 
     def store_many(self, pool_data: torch.Tensor, slots: Sequence[int], into: Sequence[torch.Tensor]) -> None:
         """`store` for whole blocks, one into each image, with as many threads as torch may use."""
-        if self.lossy:
+        if self.lossy or not pool_data.is_cpu:
             for slot, image in zip(slots, into, strict=True):
-                self._quantize(pool_data, slot, image, None)
+                self.store(pool_data, slot, image)
             return
+        self._check(pool_data, into)
         self._copy_all([(image, block) for block, image in self._pairs(pool_data, slots, into)])
 
     def load_many(self, images: Sequence[torch.Tensor], pool_data: torch.Tensor, slots: Sequence[int]) -> None:
         """`load` for whole blocks, one from each image, with as many threads as torch may use."""
-        if self.lossy:
+        if self.lossy or not pool_data.is_cpu:
             for slot, image in zip(slots, images, strict=True):
-                self._restore(image, pool_data, slot, None)
+                self.load(image, pool_data, slot)
             return
+        self._check(pool_data, images)
         self._copy_all(list(self._pairs(pool_data, slots, images)))
 
     # --- the very bytes ---------------------------------------------------------------------------------------------
@@ -95,7 +100,6 @@ class ImageCodec:
         In RAM they are numpy's: it copies at the speed of memcpy and in this thread alone, where torch wakes all of
         its threads for every block and waits for the last: many times as long, wherever the cores have other work.
         """
-        self._check(pool_data, images)
         shape, in_ram = (*self.shape[:4], -1), pool_data.is_cpu
         blocks: Bytes = pool_data.view(torch.uint8).numpy() if in_ram else pool_data.view(torch.uint8)
         for slot, image in zip(slots, images, strict=True):
@@ -104,8 +108,7 @@ class ImageCodec:
 
     def _copy_all(self, copies: Sequence[tuple[Bytes, Bytes]]) -> None:
         """Copy each second to its first, in parts of about the same size."""
-        in_ram = bool(copies) and isinstance(copies[0][0], np.ndarray)
-        parts = min(torch.get_num_threads(), len(copies) // LEAST_PER_THREAD) if in_ram else 1
+        parts = min(torch.get_num_threads(), len(copies) // LEAST_PER_THREAD)
         if parts > 1:
             list(self._threads.map(_copy_each, [copies[part::parts] for part in range(parts)]))
         else:
@@ -114,7 +117,6 @@ class ImageCodec:
     # --- int8 -------------------------------------------------------------------------------------------------------
 
     def _quantize(self, pool_data: torch.Tensor, slot: int, into: torch.Tensor, tokens: int | None) -> None:
-        self._check(pool_data, [into])
         values = pool_data[:, :, slot, :tokens].to(torch.float32, copy=True)
         scale = values.abs().amax(-1) / 127
         # What is no number becomes 0, and 0 times a scale that is none is NaN.
@@ -123,8 +125,7 @@ class ImageCodec:
             _copy(target, source)
 
     def _restore(self, image: torch.Tensor, pool_data: torch.Tensor, slot: int, tokens: int | None) -> None:
-        self._check(pool_data, [image])
-        scale, whole = (part.to(pool_data.device, non_blocking=True) for part in self._parts(image, tokens))
+        scale, whole = self._parts(image, tokens)
         pool_data[:, :, slot, :tokens].copy_(whole.float() * scale.unsqueeze(-1))
 
     def _parts(self, image: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,13 +144,13 @@ class ImageCodec:
                 raise ValueError(f"{list(image.shape)} of {image.dtype} is no image of {self.size} bytes")
 
 
-def _copy_each(copies: Sequence[tuple[Bytes, Bytes]]) -> None:
+def _copy_each(copies: Iterable[tuple[Bytes, Bytes]]) -> None:
     for target, source in copies:
         _copy(target, source)
 
 
 def _copy(target: Bytes, source: Bytes) -> None:
     if isinstance(target, torch.Tensor) and isinstance(source, torch.Tensor):
-        target.copy_(source, non_blocking=True)
+        target.copy_(source)
     elif isinstance(target, np.ndarray):
         target[...] = source

@@ -189,6 +189,30 @@ def test_int8_keeps_what_is_no_number_to_its_own_vector(bad):
     assert spoilt[:, :, 2][~vectors].equal(clean[:, :, 2][~vectors])
 
 
+# --- a pool that is not in RAM ---------------------------------------------------------------------------------------
+
+
+class Elsewhere(torch.Tensor):
+    """As far as it says itself."""
+
+    is_cpu = property(lambda _: False)
+
+
+@pytest.mark.parametrize("cold_dtype", ["auto", "int8"])
+def test_images_are_put_together_where_the_pool_is(cold_dtype):
+    made, data = codec(cold_dtype), pool()
+    there, images = data.clone().as_subclass(Elsewhere), [torch.zeros(made.size, dtype=torch.uint8) for _ in range(4)]
+    assert not there.is_cpu
+    made.store_many(there, [4, 0, 5], images[:3])
+    made.store(there, 1, images[3], tokens=2)
+    expected = [*(image_of(made, data, slot) for slot in (4, 0, 5)), image_of(made, data, 1, tokens=2)]
+    assert all(image.equal(right) for image, right in zip(images, expected, strict=True))
+    for each in (there, data):
+        made.load_many(images[:3], each, [1, 2, 3])
+        made.load(images[0], each, 0, tokens=2)
+    assert torch.equal(there.as_subclass(torch.Tensor), data)
+
+
 # --- a GPU -----------------------------------------------------------------------------------------------------------
 
 
