@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.budgets import fill_in
+from engine.cache.copies import copies_for
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files, Post
 from engine.cache.holders import HolderFiles
@@ -37,7 +38,7 @@ def open_tiers(
         except EngineError as error:
             log.warning("blocks are not kept on disk: %s", error)
     old = files.blocks.set_aside() if files is not None else None
-    tiers = ColdTiers(limits, files, clock=clock, wall=time.time, post=post)
+    tiers = ColdTiers(limits, files, clock=clock, wall=time.time, post=post, copies=copies_for(device))
     if old is not None:
         reason = f"{old.files} files of another format were set aside"
         log.warning("%s (%s)", reason, size(old.bytes))

@@ -9,6 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -85,13 +86,14 @@ class ServedModel:
         self.contents = contents(loaded.prepared)
         self._pool = _make_pool(loaded, measures.shape, blocks, config.block_size)
         selfcheck.check(loaded, self._pool)
-        self.runner = ModelRunner(loaded, self._pool)
+        self.runner = ModelRunner(loaded, self._pool, tiers.copies)
         self.residency = Residency(self._space(config), tiers, lambda: self._pool.data, clock, config.force)
         manager = BlockManager(
             total_blocks=blocks,
             block_size=config.block_size,
             fingerprint=self.residency.space.fingerprint,
             copy_tokens=self.runner.copy_tokens,
+            on_free=partial(tiers.copies.freed, self.residency.space.codec),
             clock=clock,
             below=self.residency,
         )
@@ -189,7 +191,7 @@ class ServedModel:
     def resize(self, blocks: int) -> None:
         """Another size of the pool, with what is in it as far as that fits. Raises what torch raises for memory."""
         if blocks != self._manager.total_blocks:
-            self.scheduler.resize(blocks, self._pool.resize)
+            self.scheduler.resize(blocks, self.runner.resize)
 
     def drop(self, session_id: str) -> tuple[int, list[Event]]:
         """Forget a session on the device: how many blocks that freed, and the events of ending what it runs."""

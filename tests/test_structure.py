@@ -22,7 +22,7 @@ FORBIDDEN = {
     "app": {"tests", "torch", "transformers"} | DATABASE,
     "engine.cache": {"transformers", "engine.model", "engine.loop", "engine.client"},
 }
-MAY_USE_TORCH = {"engine.cache.host", "engine.cache.image", "engine.cache.pool"}  # within engine.cache
+MAY_USE_TORCH = {f"engine.cache.{name}" for name in ("copies", "host", "image", "pool", "segments")}
 ON_TOP_OF_TORCH = {
     f"engine.cache.{name}"
     for name in ("cold_laws", "disk_tier", "holdings", "outlook", "residency", "restores", "saver", "tiers")

@@ -11,8 +11,8 @@ from engine.cache import block as naming
 from engine.cache.block import Block, Scope, common_prefix
 
 if TYPE_CHECKING:  # they need torch
-    from engine.cache.host import HostSlot
     from engine.cache.image import ImageCodec
+    from engine.cache.segments import HostSlot
 
 
 @dataclass(frozen=True, eq=False)

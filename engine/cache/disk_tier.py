@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
 from engine.cache.clerk import Clerk
 from engine.cache.cold import ColdBlock, Space
+from engine.cache.copies import Copied
 from engine.cache.disk import BlockFiles
 from engine.cache.earlier import Earlier, EarlierBlock, Stays
 from engine.cache.holders import HolderFiles, SessionRecord
-from engine.cache.host import HostSlab, HostSlot
-from engine.cache.image import Tensor
+from engine.cache.host import HostSlab
 from engine.cache.rates import MovingRate
+from engine.cache.segments import HostSlot
 from engine.cache.write_budget import WriteBudget
 from engine.errors import EngineError
 
@@ -31,7 +32,7 @@ PAUSE_S = 60.0  # after a write that failed, until the next is tried
 
 log = logging.getLogger(__name__)
 Post = Callable[[Callable[[], None]], None]
-Fill = Callable[[Tensor], None]
+Fill = Callable[[HostSlot], Copied]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class DiskTier:
     """`bytes` are of all files, those on their way and those of models that are not served included."""
 
     def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
+        # Staging is not page-locked: its segments come and go too often for that.
         self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
         self.clerk = Clerk(files.blocks, files.holders, post) if files is not None else None
         self.earlier: Earlier | None = None
@@ -96,7 +98,7 @@ class DiskTier:
         if self.files is None or (slot := self.staging.take(size)) is None:
             return False
         try:
-            fill(self.staging.view(slot))
+            copied = fill(slot)
         except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
             log.warning("a block could not be copied for its file: %s", error)
             self.staging.give_back(slot)
@@ -106,11 +108,12 @@ class DiskTier:
         self._writing[cold.key] = file_bytes(size)
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
-        header, image, files = _header(cold), _memory(self.staging.view(slot)), self.files
+        header, image, files = _header(cold), slot.memory, self.files
 
         def work() -> None:
             result: int | Exception
             try:
+                copied.wait()
                 files.writes.keep()
                 result = files.blocks.write(header, image)
             except Exception as error:
@@ -143,11 +146,12 @@ class DiskTier:
         size = cold.space.codec.size
         if self.files is None or (slot := self.staging.take(size)) is None:
             return False
-        image, blocks, began = _memory(self.staging.view(slot)), self.files.blocks, self._clock()
+        image, before, blocks, began = slot.memory, slot.copied, self.files.blocks, self._clock()
         self.loading += 1
 
         def work() -> None:
             try:
+                before.wait()
                 header = blocks.read(cold.space.fingerprint, cold.key, image)
                 why = "" if header.token_ids == list(cold.token_ids) else "its file holds other tokens"
             except BlockUnreadable as error:
@@ -261,11 +265,6 @@ class DiskTier:
 def file_bytes(image: int) -> int:
     """Bytes that an image of so many takes on disk, as far as is known before it is written."""
     return ALIGNMENT + -(-image // ALIGNMENT) * ALIGNMENT
-
-
-def _memory(image: Tensor) -> memoryview:
-    view: memoryview = image.numpy().data
-    return view
 
 
 def _header(cold: ColdBlock) -> BlockHeader:

@@ -110,7 +110,8 @@ class Residency:
         by_key = _by_key(books.idle.oldest_first())
         entries = [self._entry(key, same[0]) for key, same in by_key.items()]
         for move in decide(self.tiers.policy, entries, limits, self._clock(), used=used, below="host"):
-            if self._clock() >= until or not all(self._demote(block, WHY[move.reason]) for block in by_key[move.key]):
+            now = self._clock() + self.tiers.copy_times.backlog_s()
+            if now >= until or not all(self._demote(block, WHY[move.reason]) for block in by_key[move.key]):
                 return
 
     def demote(self, session_id: str, to: Tier | None) -> tuple[int, bool]:
@@ -156,7 +157,8 @@ class Residency:
 
     def _copy_of(self, block: Block) -> Fill:
         """What copies a block's own tokens to an image; its other slots may hold what was another chat's."""
-        return partial(self.space.codec.store, self._data(), block.id, tokens=len(block.token_ids))
+        store, codec = self.tiers.copies.store, self.space.codec
+        return partial(store, codec, self._data(), block.id, tokens=len(block.token_ids))
 
     def _entry(self, key: bytes, block: Block) -> Entry:
         sessions, tokens = self.tiers.sessions, len(block.token_ids)

@@ -14,9 +14,9 @@ from itertools import islice
 
 from engine.cache.block import Lease
 from engine.cache.cold import ColdBlock, Piece, Space
-from engine.cache.host import HostSlot
 from engine.cache.image import Tensor
 from engine.cache.manager import BlockManager
+from engine.cache.segments import HostSlot
 from engine.cache.tiers import ColdTiers
 from engine.config import Tier
 
@@ -83,7 +83,7 @@ class Restores:
         """Bring what is there by `until` on the clock; what has come. The restore is over when no pieces are left."""
         came: list[Restored] = []
         self._read_ahead(restore)
-        while restore.pieces and not (came and self._clock() >= until):
+        while restore.pieces and not (came and self._clock() + self._tiers.copy_times.backlog_s() >= until):
             while restore.pieces and restore.pieces[0].end <= lease.computed:  # another has brought it meanwhile
                 self._let_go(restore, restore.pieces.popleft())
             pieces = self._at_hand(restore, COPY_UNHURRIED if until == math.inf else COPY_AT_ONCE)
@@ -133,15 +133,16 @@ class Restores:
         tier = restore.source(pieces[0]) or "host"
         first, began = lease.computed // self._space.block_size, self._clock()
         blocks = lease.blocks[first : first + len(pieces)]
-        images = [self._image(restore, piece) for piece in pieces]
+        images = [piece.cold.host or restore.ready[piece.cold.key] for piece in pieces]
+        load_many, ids = self._tiers.copies.load_many, [block.id for block in blocks]
         try:
-            self._space.codec.load_many(images, self._data(), [block.id for block in blocks])
+            copied = load_many(self._space.codec, images, self._data(), ids)
         except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
             restore.failed = f"it could not be copied: {error}"
             return []
         amount = len(pieces) * self._space.codec.size
         if tier == "host":
-            self._tiers.copied(amount, began)
+            self._tiers.copy_times.note(amount, began, copied)
         came = []
         for block, piece in zip(blocks, pieces, strict=True):
             block.lossy = block.lossy or piece.cold.lossy
@@ -159,11 +160,6 @@ class Restores:
             holders=[lease.scope.session_id],
         )
         return came
-
-    def _image(self, restore: Restore, piece: Piece) -> Tensor:
-        if piece.cold.host is not None:
-            return self._tiers.host.view(piece.cold.host)
-        return self._tiers.disk.staging.view(restore.ready[piece.cold.key])
 
     def _read_ahead(self, restore: Restore) -> None:
         for piece in list(restore.pieces)[:READ_AHEAD]:

@@ -13,18 +13,17 @@ from functools import partial
 
 from engine.cache.block import Block
 from engine.cache.cold import ColdBlock, Space
+from engine.cache.copies import DONE, PROBE_S, Copied, Copies, CopyTimes, DirectCopies
 from engine.cache.disk_tier import DiskTier, Files, Fill, Post, file_bytes
 from engine.cache.holdings import COLD, TIERS, WISHED, Holdings, size
-from engine.cache.host import HostSlab, HostSlot
-from engine.cache.image import Tensor
+from engine.cache.host import HostSlab
 from engine.cache.journal import Journal
 from engine.cache.policy import Entry, Move, Policy, TierLimits, decide, policy_named
-from engine.cache.rates import MovingRate
+from engine.cache.segments import HostSlot
 from engine.cache.sessions import Sessions
 from engine.config import CacheConfig, Tier
 from engine.errors import EngineError
 
-PROBE_S = 300.0  # after which a tier that was found slow is tried again
 log = logging.getLogger(__name__)
 
 
@@ -39,11 +38,13 @@ class ColdTiers:
         clock: Callable[[], float],
         wall: Callable[[], float] = time.time,
         post: Post,
+        copies: Copies | None = None,
     ) -> None:
+        self.copies, self.copy_times = copies or DirectCopies(), CopyTimes(clock)
         self.sessions, self.journal = Sessions(), Journal(wall)
         self.limits = limits
         self.policy: Policy = policy_named(limits.policy)
-        self.host, self.host_rate, self.host_at = HostSlab(limits.host_kv or 0), MovingRate(), 0.0
+        self.host = HostSlab(limits.host_kv or 0, locks=self.copies.page_locks())
         self.disk = DiskTier(files, clock, wall, post)
         self.holdings = Holdings(self.sessions, self.journal, self.host, self.disk, clock)
         self.index = self.holdings.index
@@ -182,20 +183,15 @@ class ColdTiers:
         if slot is None:
             return False
         try:
-            fill(self.host.view(slot))
+            copied = fill(slot)
         except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
             log.warning("a block could not be copied to host: %s", error)
             self.host.give_back(slot)
             return False
-        self.copied(cold.space.codec.size, began)
+        self.copy_times.note(cold.space.codec.size, began, copied)
         cold.host = slot
         self.holdings.remove_beginnings(cold)
         return True
-
-    def copied(self, amount: int, began: float) -> None:
-        """So many bytes were copied between device and host, from `began` until now."""
-        self.host_at = self._clock()
-        self.host_rate.observe(amount, self.host_at - began)
 
     def write(self, cold: ColdBlock, fill: Fill, spared: frozenset[bytes] = frozenset()) -> bool:
         """Begin to write a block's file from what `fill` copies; False: not now, or it is there."""
@@ -216,8 +212,9 @@ class ColdTiers:
         """Begin to write a block's file from host; False: not now, or it is there."""
         return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host), spared)
 
-    def _copy_from_host(self, slot: HostSlot, image: Tensor) -> None:
-        image.copy_(self.host.view(slot))
+    def _copy_from_host(self, source: HostSlot, into: HostSlot) -> Copied:
+        self.disk.staging.view(into).copy_(self.host.view(source))
+        return DONE
 
     def _written(self, cold: ColdBlock, error: EngineError | None) -> None:
         if error is not None:
@@ -281,8 +278,9 @@ class ColdTiers:
 
     def load_s(self, tier: Tier, amount: int) -> float | None:
         """How long copying so many bytes from a tier takes; None: nobody has tried lately."""
-        rate, measured_at = (self.host_rate, self.host_at) if tier == "host" else (self.disk.rate, self.disk.read_at)
-        return rate.seconds_for(amount) if self._clock() - measured_at < PROBE_S else None
+        if tier == "host":
+            return self.copy_times.seconds_for(amount)
+        return self.disk.rate.seconds_for(amount) if self._clock() - self.disk.read_at < PROBE_S else None
 
     def close(self) -> None:
         """Let the copies that were begun end."""

@@ -5,9 +5,12 @@ Counts what it forwards, because that is where the work is done. Knows the model
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from engine.batch import Batch
+from engine.cache.copies import Copies, DirectCopies
 from engine.cache.pool import KVPool
 from engine.model.attention import PagedContext, attending
 from engine.model.loading import LoadedModel
@@ -15,15 +18,16 @@ from engine.model.sampler import sample
 
 
 class ModelRunner:
-    """Owner of the forward pass; without its `module` (None) it cannot run.
+    """Owner of the forward pass, and the one who writes to the pool; without its `module` (None) it cannot run.
 
-    `steps` and `forwarded_tokens` count what went through the model since the start.
+    `steps` and `forwarded_tokens` count what went through the model since the start. `copies` may be under way, and
+    have a say before the pool changes.
     """
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
+    def __init__(self, loaded: LoadedModel, pool: KVPool, copies: Copies | None = None) -> None:
         self.module = loaded.module
         self._device = loaded.device
-        self._pool = pool
+        self._pool, self._copies = pool, copies or DirectCopies()
         self.steps = 0
         self.forwarded_tokens = 0
 
@@ -37,6 +41,8 @@ class ModelRunner:
         logits = self.logits(batch)
         draws = [draw for row in batch.rows for draw in row.draws]
         if not draws:
+            if logits.is_cuda:  # which else goes on when this returns, and nobody knows how long it took
+                torch.cuda.current_stream(self._device).synchronize()
             return [[] for _ in batch.rows]
         counts = [len(row.draws) for row in batch.rows if row.draws]
         if max(counts) > 1:
@@ -55,6 +61,7 @@ class ModelRunner:
             if row.draws:
                 wanted.append(end - 1)
         paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device)
+        self._copies.before_writes()
         with attending(paged):
             output = self.module(
                 input_ids=torch.tensor([ids], device=self._device),
@@ -69,4 +76,10 @@ class ModelRunner:
 
     def copy_tokens(self, source: int, target: int, count: int) -> None:
         """Copy the K and V of the first `count` tokens, all layers, from one block to another."""
+        self._copies.before_writes()
         self._pool.copy_tokens(source, target, count)
+
+    def resize(self, blocks: int, moved: Mapping[int, int]) -> None:
+        """`KVPool.resize`: have `blocks` blocks from now on, each old one of `moved` at its new place."""
+        self._copies.before_moving()
+        self._pool.resize(blocks, moved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine.batch import Batch
 from engine.cache.block import root_hash
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.cold_laws import cold_violations
+from engine.cache.copies import DONE, DirectCopies
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files
 from engine.cache.holders import HolderFiles
@@ -25,6 +27,7 @@ from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, Force
 from engine.scheduler import Scheduler
 from tests.engine.fake_model import LAYERS, VOCABULARY, FakeModel
+from tests.engine.late_copies import LateCodec, LateCopies
 from tests.engine.rig import Rig
 
 FINGERPRINT = b"f" * 32
@@ -33,8 +36,11 @@ FINGERPRINT = b"f" * 32
 class ColdRig(Rig):
     """`host_blocks` have room in RAM, `disk_blocks` in files under `folder`. Loads what it finds, by default.
 
-    Its clock begins at `now`, and 0 on it is `epoch` in Unix time. Token ids below `vocabulary` may be sent.
+    Its clock begins at `now`, and 0 on it is `epoch` in Unix time. Token ids below `vocabulary` may be sent. With
+    `late`, copies to and from the device are made as late as the fences allow.
     """
+
+    late = False
 
     def __init__(
         self,
@@ -51,13 +57,20 @@ class ColdRig(Rig):
         now: float = 0.0,
         epoch: float = 1e9,
         vocabulary: int = VOCABULARY,
+        late: bool | None = None,
         **limits: Any,
     ) -> None:
         super().__init__(blocks, block_size, max_batch_tokens, context_length)
         self.now = now
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.waited = False  # the last step had nothing to run until a copy ended
-        codec = ImageCodec(LAYERS, block_size, 1, 2, torch.float64, "auto")
+        shape = (LAYERS, block_size, 1, 2, torch.float64, "auto")
+        codec, copies, on_free = ImageCodec(*shape), DirectCopies(), self.model.pool.poison
+        if self.late if late is None else late:
+            copies = LateCopies(self.model.pool)
+            codec = LateCodec(copies.cuda, *shape)
+            on_free = partial(copies.freed, codec)
+        self.model.copies = copies
         self.image_bytes = codec.size
         self.config = CacheConfig(
             **{
@@ -72,7 +85,12 @@ class ColdRig(Rig):
         if folder is not None:
             files = Files(BlockFiles(folder), HolderFiles(folder), WriteBudget(folder / "writes", None))
         self.tiers = ColdTiers(
-            self.config, files, clock=lambda: self.now, wall=lambda: epoch + self.now, post=self.posted.put
+            self.config,
+            files,
+            clock=lambda: self.now,
+            wall=lambda: epoch + self.now,
+            post=self.posted.put,
+            copies=copies,
         )
         space = Space(fingerprint, root_hash(fingerprint), codec, block_size, codec.size, lambda *_: None)
         self.residency = Residency(space, self.tiers, lambda: self.model.pool.data, lambda: self.now, force)
@@ -81,7 +99,7 @@ class ColdRig(Rig):
             block_size,
             fingerprint=fingerprint,
             copy_tokens=self.model.copy_tokens,
-            on_free=self.model.pool.poison,
+            on_free=on_free,
             clock=lambda: self.now,
             below=self.residency,
         )
@@ -184,6 +202,11 @@ class ColdRig(Rig):
     def cold(self) -> list[ColdBlock]:
         """What host and disk hold."""
         return list(self.tiers.index)
+
+    def has_come(self, cold: ColdBlock) -> bool:
+        """Whether its copy in host can be looked at without making it come."""
+        copied = cold.host.copied if cold.host is not None else None
+        return copied is DONE or (copied is not None and copied.seconds is not None)
 
     def ids_in_host(self, cold: ColdBlock) -> list[float]:
         """The token ids that a block's K in host says."""

@@ -29,6 +29,14 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
         rig.check()
 
 
+@pytest.fixture(params=["at once", "late"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rig with tiers copies blocks at once, or as late as the fences allow."""
+    from tests.engine.cold_rig import ColdRig
+
+    monkeypatch.setattr(ColdRig, "late", request.param == "late")
+
+
 @pytest.fixture
 def make_books() -> Iterator[Callable[..., Books]]:
     """Makes managers without a pool."""

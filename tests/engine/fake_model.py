@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine.batch import Batch, Draw, Row
+from engine.cache.copies import Copies, DirectCopies
 from engine.cache.pool import KVPool
 from engine.protocol import Sampling
 from engine.sequence import sample_seed
@@ -69,11 +70,13 @@ class FakeModel:
         self.forwarded_tokens = 0
         self.copied_tokens = 0
         self.fail_next = False
+        self.copies: Copies = DirectCopies()
         for block in range(blocks):
             self.pool.poison(block)
 
     def run(self, batch: Batch) -> list[list[int]]:
         """Write the rows' K/V, check everything that attention would read, sample."""
+        self.copies.before_writes()
         if self.fail_next:
             self.fail_next = False
             for row in batch.rows:
@@ -96,11 +99,15 @@ class FakeModel:
     def copy_tokens(self, source: int, target: int, count: int) -> None:
         """Copy between blocks of the pool."""
         self.copied_tokens += count
+        self.copies.before_writes()
         self.pool.copy_tokens(source, target, count)
 
     def resize(self, blocks: int, moved: Mapping[int, int]) -> None:
-        """Change the pool's size; what was not carried over is NaN."""
+        """Change the pool's size; what was not carried over is NaN, and so is what is left of the old one."""
+        self.copies.before_moving()
+        old = self.pool.data
         self.pool.resize(blocks, moved)
+        old.fill_(float("nan"))
         for block in set(range(blocks)) - set(moved.values()):
             self.pool.poison(block)
 

@@ -190,7 +190,7 @@ class Life:
             for user, canary in CANARIES.items():
                 assert canary not in block.token_ids or users == {user}, f"others hold what {user} has said"
         for cold in rig.cold():
-            if cold.host is not None:
+            if rig.has_come(cold):
                 assert rig.ids_in_host(cold) == self._padded(cold), "another block's image is in host"
         if rig.scheduler.idle and not rig.tiers.disk.loading:
             assert not any(cold.reads for cold in rig.cold()), "somebody reads, and nobody runs"

@@ -18,6 +18,8 @@ from tests.engine.cold_rig import ColdRig
 from tests.engine.gate import Gate, Slow
 from tests.engine.test_tiers import PROMPT, follow, turn
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 
 @pytest.fixture
 def rigs() -> Iterator[list[ColdRig]]:

@@ -11,6 +11,8 @@ from engine.cache import restores
 from tests.engine.cold_rig import ColdRig
 from tests.engine.test_tiers import follow, turn
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 LONG = [1 + number % 60 for number in range(80)]  # 20 blocks
 
 

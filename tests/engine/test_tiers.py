@@ -15,6 +15,8 @@ from engine.protocol import Miss, Prefetch
 from tests.engine.cold_rig import ColdRig
 from tests.engine.rig import Rig
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 PROMPT = list(range(1, 31))  # 7 blocks of 4, and 2 tokens
 ALICE, BOB = b"a" * 16, b"b" * 16
 

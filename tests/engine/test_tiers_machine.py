@@ -77,6 +77,7 @@ class Lives(RuleBasedStateMachine):
             "context_length": 60,
             "vocabulary": VOCABULARY + len(CANARIES),
             "staged": drawn["staged"],
+            "late": counts["examples"] % 2 == 0,  # not drawn: then what is would be other lives
             **expiry(drawn["ttl"]),
         }
         self.life = Life(Path(tempfile.mkdtemp(prefix="lives-")), fields, counts)

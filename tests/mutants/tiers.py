@@ -10,11 +10,11 @@ COLD = "engine/cache/cold.py"
 DISK = "engine/cache/disk_tier.py"
 EARLIER = "engine/cache/earlier.py"
 HOLDINGS = "engine/cache/holdings.py"
-HOST = "engine/cache/host.py"
 POLICY = "engine/cache/policy.py"
 RESIDENCY = "engine/cache/residency.py"
 RESTORES = "engine/cache/restores.py"
 SAVER = "engine/cache/saver.py"
+SEGMENTS = "engine/cache/segments.py"
 SERVED = "engine/served.py"
 SESSIONS = "engine/cache/sessions.py"
 TIERS = "engine/cache/tiers.py"
@@ -71,8 +71,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "copy to the file when its turn comes",
         DISK,
-        "        fill(self.staging.view(slot))\n",
-        "        self._workers.submit(fill, self.staging.view(slot))\n",
+        "            copied = fill(slot)\n",
+        "            copied = slot.copied\n            self._workers.submit(fill, slot)\n",
         RACES,
     ),
     Mutant(
@@ -84,16 +84,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "take the image beside the right one",
-        HOST,
-        "start = slot.place * self.stride\n",
-        "start = max(0, slot.place - 1) * self.stride\n",
+        SEGMENTS,
+        "start = self.place * self.home.stride\n",
+        "start = max(0, self.place - 1) * self.home.stride\n",
         BELOW,
     ),
     Mutant(
         "take the images in the wrong order",
         RESTORES,
-        "for piece in pieces]\n        try:",
-        "for piece in reversed(pieces)]\n        try:",
+        "for piece in pieces]\n        load_many",
+        "for piece in reversed(pieces)]\n        load_many",
         BELOW,
     ),
     Mutant(
