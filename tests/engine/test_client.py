@@ -1,4 +1,7 @@
-"""The engine as a process of its own: ready, streaming, cancelled, killed, restarted, never in anybody's way."""
+"""The engine as a process of its own: ready, streaming, cancelled, killed, restarted, never in anybody's way.
+
+Those who leave it as they found it share one process, and what they leave is looked at; others have their own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from engine.client import EngineClient, new_request_id
 from engine.config import CacheConfig, EngineConfig
@@ -24,14 +28,37 @@ def config(model: Path | str, cache: Path, **kwargs) -> EngineConfig:
     return EngineConfig(model=str(model), cache_dir=str(cache), device="cpu", dtype="float32", cache=limits, **kwargs)
 
 
+together = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def process(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineClient]:
+    client = EngineClient(config(tiny_model, tmp_path_factory.mktemp("process")))
+    await client.start()
+    await client.wait_ready()
+    yield client
+    await client.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(process: EngineClient) -> AsyncIterator[EngineClient]:
+    """The shared process, whose only session "s" is gone before and after each test."""
+    assert (await process.snapshot()).sessions == {}
+    yield process
+    assert (await process.check()).violations == []
+    await process.drop("s")
+    snapshot = await process.snapshot()
+    assert (snapshot.sessions, snapshot.free_blocks) == ({}, snapshot.total_blocks)
+
+
 @pytest.fixture
-async def client(tiny_model: Path, tmp_path: Path) -> AsyncIterator[EngineClient]:
+async def own_client(tiny_model: Path, tmp_path: Path) -> AsyncIterator[EngineClient]:
+    """A process that may be killed."""
     client = EngineClient(config(tiny_model, tmp_path))
     await client.start()
     await client.wait_ready()
     yield client
-    if client.state.phase == "ready":
-        assert (await client.check()).violations == []
+    assert (await client.check()).violations == []
     await client.close()
 
 
@@ -49,7 +76,9 @@ async def collect(client: EngineClient, request: Submit) -> tuple[list[int], lis
     return tokens, ends
 
 
+@together
 async def test_a_second_turn_reuses_the_first(client: EngineClient) -> None:
+    before = (await client.snapshot()).forwarded_tokens
     first, (end,) = await collect(client, submit([5, 6, 7, 8]))
     assert len(first) == 8
     assert end.reason == "length"
@@ -59,32 +88,39 @@ async def test_a_second_turn_reuses_the_first(client: EngineClient) -> None:
     _, (end,) = await collect(client, submit(prompt))
     assert (end.usage.device_tokens, end.usage.computed_tokens) == (11, 2)
     snapshot = await client.snapshot()
-    assert snapshot.forwarded_tokens == 4 + 7 + 2 + 7
+    assert snapshot.forwarded_tokens - before == 4 + 7 + 2 + 7
     assert snapshot.free_blocks + snapshot.leased_blocks + snapshot.idle_blocks == snapshot.total_blocks
     assert (await client.drop("s")).blocks > 0
     assert (await client.estimate(prompt)).device_tokens == 0
 
 
-async def test_ready_means_that_it_was_warmed_up_and_left_nothing_behind(client: EngineClient) -> None:
-    capabilities = client.state.capabilities
-    assert capabilities is not None
+async def test_ready_means_that_it_was_warmed_up_and_left_nothing_behind(tiny_model: Path, tmp_path: Path) -> None:
+    client = EngineClient(config(tiny_model, tmp_path), in_thread=True)
+    await client.start()
+    capabilities = await client.wait_ready()
+    assert capabilities == client.state.capabilities
     assert (capabilities.context_length, capabilities.dtype, capabilities.device) == (1024, "float32", "cpu")
     assert capabilities.total_blocks * capabilities.block_size >= 2 * 1024
     snapshot = await client.snapshot()
     assert snapshot.free_blocks == snapshot.total_blocks
     assert (snapshot.forwarded_tokens, snapshot.steps, snapshot.sessions) == (0, 0, {})
+    assert (await client.check()).violations == []
+    await client.close()
 
 
+@together
 async def test_closing_a_stream_cancels_within_a_step(client: EngineClient) -> None:
+    before = (await client.snapshot()).sampled_tokens
     request = submit([1, 2, 3], max_tokens=1000)
     async for event in client.stream(request):
         if isinstance(event, Tokens):
             break
     while (await client.snapshot()).running:
         pass
-    assert (await client.snapshot()).sampled_tokens < 900
+    assert (await client.snapshot()).sampled_tokens - before < 900
 
 
+@together
 async def test_cancel_ends_the_stream_with_its_figures(client: EngineClient) -> None:
     request = submit([1, 2, 3], max_tokens=1000)
     tokens, ends = 0, []
@@ -98,6 +134,7 @@ async def test_cancel_ends_the_stream_with_its_figures(client: EngineClient) -> 
     assert ends[0].usage.output_tokens == tokens < 1000
 
 
+@together
 async def test_a_consumer_that_sleeps_holds_nobody_up(client: EngineClient) -> None:
     slow = client.stream(submit([1, 2, 3], max_tokens=200))
     await anext(slow)
@@ -117,7 +154,8 @@ async def test_a_long_prompt_reports_how_far_it_is_read(tiny_model: Path, tmp_pa
     assert {event.total for event in progress} == {300}
 
 
-async def test_a_killed_engine_is_restarted_and_waiting_turns_are_told_why(client: EngineClient) -> None:
+async def test_a_killed_engine_is_restarted_and_waiting_turns_are_told_why(own_client: EngineClient) -> None:
+    client = own_client
     old = client.pid
     assert old is not None
     ends: list = []
@@ -157,7 +195,7 @@ async def test_an_engine_that_keeps_dying_is_given_up(tiny_model: Path, tmp_path
 
 
 async def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    client = EngineClient(config(tmp_path / "nowhere", tmp_path))
+    client = EngineClient(config(tmp_path / "nowhere", tmp_path), in_thread=True)
     await client.start()
     with pytest.raises(EngineUnavailable, match="nowhere"):
         await client.wait_ready()
@@ -174,6 +212,7 @@ async def test_close_while_it_loads_leaves_no_process(tiny_model: Path, tmp_path
     assert not psutil.pid_exists(pid)
 
 
+@together
 async def test_seeded_samples_repeat_and_differ(client: EngineClient) -> None:
     sampling = Sampling(temperature=1.0, seed=11)
 

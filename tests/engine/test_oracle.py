@@ -18,7 +18,7 @@ from engine.model.loading import LoadedModel
 from engine.model.sources import PreparedModel
 from tests.engine.harness import Harness
 
-NEW = 16
+NEW = 8  # tokens of a reply
 TOPICS = ["bread", "the moon", "a heron", "tides", "chess", "rust", "glass", "maps"]
 FOLLOW_UPS = ["Say it in one sentence.", "Now as a question."]
 
@@ -29,7 +29,7 @@ def loaded(embedded_model: Path) -> LoadedModel:
     return loading.load(prepared, "cpu", "float32")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make(loaded: LoadedModel) -> Callable[..., Harness]:
     shape = selfcheck.probe(loaded)
     return lambda blocks=128, **kwargs: Harness(loaded, shape, blocks, **kwargs)
@@ -121,24 +121,26 @@ def test_eight_sessions_at_once_over_three_turns(make, chats) -> None:
             )
 
 
-def test_eight_chats_of_32_tokens_take_at_most_40_forward_passes(make, chats) -> None:
-    engine = make()
+def test_eight_chats_of_32_tokens_take_at_most_40_forward_passes(tiny_model: Path, chats) -> None:
+    tiny = loading.load(PreparedModel(name="tiny", path=tiny_model, digest="0"), "cpu", "float32")
+    engine = Harness(tiny, selfcheck.probe(tiny), 128)
     requests = [engine.submit(chat[0][0], 32, session=f"s{i}") for i, chat in enumerate(chats)]
     engine.run()
     assert [len(engine.replies[request][0]) for request in requests] == [32] * 8
     assert engine.runner.steps <= 40
 
 
-def test_preempted_sequences_continue_as_they_began(make, chats) -> None:
-    # Two prompts of two blocks each, and one block more: the first takes it when it grows, the second steps back when
-    # it would grow, and the first's next block is one of the second's, which is to be computed again.
+def test_preempted_sequences_continue_as_they_began(make, chats, generate) -> None:
+    # Two prompts of almost two blocks each, and one block more: the first takes it when it grows, the second steps back
+    # when it would grow, and the first's next block is one of the second's, which is to be computed again.
     engine = make(blocks=5)
-    lengths = (5 * NEW, 2 * NEW)
-    requests = [engine.submit(chats[i][0][0], length, session=f"s{i}") for i, length in enumerate(lengths)]
+    prompts, lengths = [chat[2][0][:63] for chat in chats[:2]], (36, 8)
+    requests = [engine.submit(prompts[i], length, session=f"s{i}") for i, length in enumerate(lengths)]
     engine.run()
-    for request, chat, length in zip(requests, chats, lengths, strict=False):
-        assert engine.replies[request][0][:NEW] == chat[0][1]
-        assert engine.replies[request][0] == make().reply(chat[0][0], length)
+    for request, prompt, length in zip(requests, prompts, lengths, strict=True):
+        expected = generate(prompt)
+        assert engine.replies[request][0][: len(expected)] == expected
+        assert engine.replies[request][0] == make().reply(prompt, length)
     usages = [engine.finished[request][0].usage for request in requests]
     assert [usage.preemptions for usage in usages] == [0, 1]
     assert usages[1].recomputed_tokens > 0
