@@ -66,8 +66,9 @@ class Keeper:
             self._more = served.residency.saver.save(until) or self._more
             served.residency.relieve(until, expired=expired)
         for tier in COLD:
-            if self._due(tier, now) or not self._tiers.tier_limits(tier).fits(self._tiers.used(tier)):
+            if self._due(tier, now):
                 self._tiers.enforce(tier)
+        self._tiers.settle()
         self._moving = [demote for demote in self._moving if not self._move_down(demote)[2]]
         return [*self._gone(), *self._news(now)]
 
@@ -150,6 +151,7 @@ class Keeper:
             sessions.wish(pin.session_id, now, pinned=pinned, ttl=pin.ttl)
             for served in self._residents:
                 served.residency.reconsider()
+            self._tiers.settle()
         return Pinned(call_id=pin.call_id, pinned=pinned, message=refusal)
 
     def _cannot_pin(self, session_id: str) -> str:

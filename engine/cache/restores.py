@@ -183,6 +183,7 @@ class Restores:
 
     def _let_go(self, restore: Restore, piece: Piece) -> None:
         piece.cold.reads -= 1
+        self._tiers.settle()
         slot = restore.ready.pop(piece.cold.key, None)
         if slot is not None:
             self._tiers.disk.staging.give_back(slot)

@@ -115,6 +115,12 @@ class ColdTiers:
             self.host.compact()
         return limits.fits(self.used(tier) + needed)
 
+    def settle(self) -> None:
+        """Let go what is still above a limit because it was in use, or pinned, when the limit fell."""
+        for tier in COLD:
+            if not self.tier_limits(tier).fits(self.used(tier)):
+                self.enforce(tier)
+
     def _entry(self, cold: ColdBlock, tier: Tier) -> Entry:
         space, tokens = cold.space, len(cold.token_ids)
         return Entry(
@@ -225,6 +231,7 @@ class ColdTiers:
         else:
             self.journal.note("saved", "a turn ended", size=cold.disk, target="disk", holders=cold.holders)
             self.holdings.remove_beginnings(cold)
+            self.settle()
 
     def _slot_in_host(self, amount: int) -> HostSlot | None:
         """Room for one block in host, whatever has to leave it."""

@@ -18,7 +18,7 @@ from engine.cache.copies import DONE, DirectCopies
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files
 from engine.cache.holders import HolderFiles
-from engine.cache.holdings import COLD, Leaving
+from engine.cache.holdings import Leaving
 from engine.cache.image import ImageCodec
 from engine.cache.manager import BlockManager
 from engine.cache.residency import Residency
@@ -191,10 +191,7 @@ class ColdRig(Rig):
         self.check()
 
     def check(self) -> None:
-        """The conservation law, of every tier; what could not go when limits fell goes first, as the keeper has it."""
-        for tier in COLD:
-            if not self.tiers.tier_limits(tier).fits(self.tiers.used(tier)):
-                self.tiers.enforce(tier)
+        """The conservation law, of every tier."""
         super().check()
         broken = cold_violations(self.tiers)
         assert not broken, broken

@@ -48,6 +48,44 @@ def test_a_smaller_disk_is_kept_to_from_the_start(rigs: list[ColdRig], tmp_path:
     assert later.sources(follow(later, more)) == (0, 0, 20, 17)
 
 
+def test_what_is_written_while_the_disk_gets_smaller_goes_when_it_is_there(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    turn(rig, PROMPT)
+    rig.residency.saver.save()
+    assert rig.tiers.disk.saving > 2
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=2 * 8192))
+    rig.settle()
+    assert len(list(tmp_path.rglob("*.kv"))) == 2
+    rig.check()
+
+
+def test_what_is_read_while_the_disk_gets_smaller_goes_when_it_was_read(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    _, more = turn(rig, PROMPT)
+    rig.save()
+    rig.flush()
+    request_id = rig.submit(more, max_tokens=1)
+    rig.scheduler.schedule()
+    assert rig.tiers.disk.loading
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=2 * 8192))
+    rig.run()
+    rig.settle()
+    assert rig.sources(request_id)[2] > 0
+    assert rig.tiers.used("disk") <= 2 * 8192
+
+
+def test_what_is_no_longer_pinned_leaves_a_disk_that_is_too_small(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    turn(rig, PROMPT)
+    rig.tiers.sessions.wish("s", rig.now, pinned=True, ttl=None)
+    rig.save()
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=2 * 8192))
+    assert rig.tiers.used("disk") == 9 * 8192
+    rig.tiers.sessions.wish("s", rig.now, pinned=False, ttl=None)
+    rig.tiers.settle()
+    assert rig.tiers.used("disk") == 8192, "below the low mark"
+
+
 def test_a_day_that_allows_nothing_more_writes_nothing(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     assert rig.tiers.disk.files is not None

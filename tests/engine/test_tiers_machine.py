@@ -194,6 +194,7 @@ class Lives(RuleBasedStateMachine):
         (self.life.pinned.add if pinned else self.life.pinned.discard)(session)
         self.rig.tiers.sessions.wish(session, self.rig.now, pinned=pinned, ttl=ttl)
         self.rig.residency.reconsider()
+        self.rig.tiers.settle()
 
     def let_time_pass(self) -> None:
         counts["time passes"] += 1

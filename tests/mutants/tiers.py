@@ -153,6 +153,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "elif False:",
         BELOW,
     ),
+    Mutant(
+        "leave what was written beyond a limit",
+        TIERS,
+        "beginnings(cold)\n            self.settle()",
+        "beginnings(cold)",
+        BELOW,
+    ),
+    Mutant("leave what was read beyond a limit", RESTORES, "        self._tiers.settle()\n", "", BELOW),
     # --- who holds what
     Mutant(
         "note nobody as a holder on disk",
