@@ -32,6 +32,13 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=64, help="chats of the replay")
     parser.add_argument("--turns", type=int, default=4, help="turns of each")
     parser.add_argument("--max-tokens", type=int, default=32, help="tokens of a reply")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.5, 0.25, 0.1],
+        help="of the working set, on the device of a replay",
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument(
         "--out", type=Path, default=ROOT / ".cache" / f"bench-cache-{time.strftime('%Y%m%d-%H%M%S')}.json"
@@ -64,7 +71,7 @@ def _run(args: argparse.Namespace, report: Report, folder: Path) -> None:
         prepared = sources.prepare(args.model, MODELS, lambda *_: None, dtype=torch.bfloat16)
         load = cache_replay.Load(args.sessions, args.turns, args.max_tokens)
         size = sizing.size(args.model).kv_bytes(torch.bfloat16)
-        cache_replay.run(report, args.model, load, Text(str(prepared.path)), size)
+        cache_replay.run(report, args.model, load, args.shares, Text(str(prepared.path)), size)
 
     report.facts["threads"] = torch.get_num_threads()
     for part in (tiers, sessions, replay):

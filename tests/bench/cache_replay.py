@@ -25,7 +25,6 @@ from tests.bench.cache_engine import HERE, MODELS, ROOT, Text
 from tests.bench.cache_report import Report, at_most, ms
 
 ONE_TURN = replay.one_turn
-SHARES = (0.5, 0.25, 0.1)  # of the working set, beside all of it
 OF_ALL_RESIDENT = 1.3
 OFF_P50, OFF_P95 = 1.3, 2.0  # times that an estimate is off, to either side
 SOURCES = ("device", "host", "disk", "computed", "recomputed")
@@ -76,8 +75,8 @@ class _Noting:
     dumps = staticmethod(json.dumps)
 
 
-def run(report: Report, model: str, load: Load, text: Text, bytes_per_token: int) -> None:
-    """Measure, print and judge."""
+def run(report: Report, model: str, load: Load, shares: list[float], text: Text, bytes_per_token: int) -> None:
+    """Measure with all of the working set on the device, then with these `shares`; print and judge."""
     block = EngineConfig(cache_dir="").block_size * bytes_per_token
     found = [_at(report, model, load, "all", _bound(load, text) * bytes_per_token, 0, 0)]
     longest, shared, rest = found[0].pop("blocks")
@@ -86,7 +85,7 @@ def run(report: Report, model: str, load: Load, text: Text, bytes_per_token: int
     report.results["replay"] = {"working_set_bytes": working, "least_bytes": least, "runs": found}
     plenty = 2 * working + 256 * MIB
     for tier in ("host", "disk"):
-        for share in SHARES:
+        for share in shares:
             device = max(int(share * working), least)
             kept = {"host": (plenty, 0), "disk": (0, plenty)}[tier]
             found.append(_at(report, model, load, f"{share:.0%}, {tier}", device, *kept))
