@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
+import ssl
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +27,35 @@ settings.register_profile(
 settings.load_profile("keepwarm")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+# What takes longest begins first: whoever got it last would work alone for a minute or more.
+FIRST = ("tests/browser/", "tests/stress/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files in `FIRST` before all others, which stay in their order."""
+    items.sort(key=lambda item: [not item.nodeid.startswith(place) for place in FIRST])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out files as `tests.distribution` says, where `--dist loadfile` is asked for."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.distribution import Together
+
+    return Together(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_once() -> Iterator[None]:
+    """The certificates are read once. Every HTTP client reads them when it is made, which takes 0.1 s of computing, and
+    none of the hundreds here speaks TLS.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -63,4 +97,18 @@ def tiny_model(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data directory with a migrated database, to be copied, because migrating takes longer than most tests."""
+    from storage.store import Store
+
+    folder = tmp_path_factory.mktemp("empty")
+
+    async def make() -> None:
+        await (await Store.open(folder)).close()
+
+    asyncio.run(make())
     return folder

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from chat.service import ChatService
 from chat.templates import ChatTemplate
+from chat.thinking import Policy
 from engine.protocol import Submit
 from storage.store import Store
 from tests.chat.fake_engine import END, FakeEngine
@@ -20,6 +21,22 @@ from tests.chat.fake_engine import END, FakeEngine
 def template(embedded_model: Path) -> ChatTemplate:
     """The embedded model's tokenizer and chat template."""
     return ChatTemplate.load(embedded_model)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def read_once(model_cache: Path) -> Iterator[None]:
+    """The embedded model's tokenizer and template are read once for all services, which takes longer than most tests:
+    its files never change, and what was read is immutable. Other models are read anew each time.
+    """
+    load = ChatTemplate.load
+    keep = functools.cache(load)
+
+    def read(directory: str | Path, thinking: Policy = "preserve") -> ChatTemplate:
+        return (keep if Path(directory).is_relative_to(model_cache) else load)(str(directory), thinking)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTemplate, "load", read)
+        yield
 
 
 @pytest.fixture
@@ -51,18 +68,6 @@ def engine(embedded_model: Path, template: ChatTemplate, replies: dict[str, list
         return replies.get(f"{words}#{index}") or replies.get(words) or replies[""]
 
     return FakeEngine(embedded_model, script)
-
-
-@pytest.fixture(scope="session")
-def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated database, because migrating takes longer than most tests."""
-    folder = tmp_path_factory.mktemp("empty")
-
-    async def make() -> None:
-        await (await Store.open(folder)).close()
-
-    asyncio.run(make())
-    return folder
 
 
 @pytest.fixture

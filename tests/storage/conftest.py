@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-async def store(tmp_path: Path, clock: Clock) -> AsyncIterator[Store]:
+async def store(tmp_path: Path, empty_database: Path, clock: Clock) -> AsyncIterator[Store]:
+    shutil.copytree(empty_database, tmp_path / "data")
     store = await Store.open(tmp_path / "data", clock)
     yield store
     await store.close()
