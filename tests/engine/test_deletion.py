@@ -123,6 +123,7 @@ async def test_a_chat_deleted_amid_its_reply_leaves_no_trace(driven: Driven, can
 @pytest.fixture
 async def dropped_amid_restore(driven: Driven, canary: list[int], monkeypatch: pytest.MonkeyPatch) -> Driven:
     """An engine whose only chat was deleted while its blocks were being read from disk."""
+    monkeypatch.setattr("engine.keeper.LOG_SECONDS", 0.02)
     turn = await driven.turn(canary)
     await driven.leave("s", "disk")
     read, begun, go_on = BlockFiles.read, threading.Event(), threading.Event()
@@ -148,7 +149,7 @@ async def test_a_chat_deleted_while_it_comes_back_leaves_no_trace(dropped_amid_r
 
 
 async def test_a_file_that_was_deleted_is_not_called_damaged(dropped_amid_restore: Driven) -> None:
-    await asyncio.sleep(1.2)  # the log comes once a second
+    await asyncio.sleep(0.3)  # many times what the log takes
     assert "quarantined" not in [event.action for event in dropped_amid_restore.told]
 
 

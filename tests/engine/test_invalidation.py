@@ -154,7 +154,10 @@ async def test_what_is_of_no_more_use_expires(
 # --- old formats ------------------------------------------------------------------------------------------------------
 
 
-async def test_an_old_format_is_set_aside_and_told(config: EngineConfig, tmp_path: Path) -> None:
+async def test_an_old_format_is_set_aside_and_told(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.keeper.LOG_SECONDS", 0.02)
     async with engine(config) as driven:
         turn = await driven.turn(PROMPT)
         await driven.saved()
@@ -165,7 +168,7 @@ async def test_an_old_format_is_set_aside_and_told(config: EngineConfig, tmp_pat
     async with engine(config) as driven:
         again = await driven.turn([*turn.known, 3])
         assert again.sources == Sources(0, 0, 0, len(turn.known) + 1)
-        await asyncio.sleep(1.2)  # the log comes once a second
+        await until(lambda: any(event.action == "set_aside" for event in driven.told))
         told = [event for event in driven.told if event.action == "set_aside"]
         assert [(event.blocks, event.bytes) for event in told] == [(len(files), sum(map(len, files.values())))]
         assert "another format" in told[0].reason
@@ -173,7 +176,7 @@ async def test_an_old_format_is_set_aside_and_told(config: EngineConfig, tmp_pat
         assert {path.relative_to(old): path.read_bytes() for path in old.rglob("*.kv")} == files
     async with engine(config) as driven:
         await driven.turn(PROMPT, "other")
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.3)  # many times what the log takes
         assert "set_aside" not in [event.action for event in driven.told], "once"
 
 

@@ -47,14 +47,22 @@ def prepare(model: Path, adapter: Path, cache: Path) -> sources.PreparedModel:
     return sources.prepare(str(model), cache, quiet, adapter=str(adapter))
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return base(tmp_path / "model")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and an adapter of it, to be copied."""
+    folder = tmp_path_factory.mktemp("made")
+    tune(base(folder / "model"), folder / "tune")
+    return folder
 
 
 @pytest.fixture
-def adapter(model: Path, tmp_path: Path) -> Path:
-    return tune(model, tmp_path / "tune")
+def model(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "model", tmp_path / "model"))
+
+
+@pytest.fixture
+def adapter(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "tune", tmp_path / "tune"))
 
 
 # --- what is merged ---------------------------------------------------------------------------------------------------
