@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
@@ -68,10 +69,12 @@ async def _seed(server: Server) -> str:
         await store.close()
 
 
-def test_markup_in_messages_titles_and_prompts_does_nothing(context: BrowserContext, own_server: Server) -> None:
+def test_markup_in_messages_titles_and_prompts_does_nothing(
+    context: BrowserContext, own_server: Server, tiny_model: Path
+) -> None:
     with ThreadPoolExecutor() as elsewhere:  # the browser's loop holds this thread
         chat = elsewhere.submit(asyncio.run, _seed(own_server)).result()
-    own_server.start().wait_for_page()
+    own_server.flags("--model", str(tiny_model)).start().wait_for_page()
     tab = ChatDriver(context.new_page(), own_server.url).open(chat)
     expect(tab.users).to_have_text(HOSTILE, use_inner_text=True)
     expect(tab.replies).to_contain_text('<img src=x onerror="window.pwned=1">')

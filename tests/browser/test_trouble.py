@@ -13,8 +13,10 @@ from tests.browser.driver import LONG, ChatDriver
 from tests.browser.server import Server, frozen
 
 
-def test_the_page_says_that_the_model_loads_and_then_sends(context: BrowserContext, own_server: Server) -> None:
-    own_server.start()
+def test_the_page_says_that_the_model_loads_and_then_sends(
+    context: BrowserContext, own_server: Server, tiny_model: Path
+) -> None:
+    own_server.flags("--model", str(tiny_model)).start()
     with frozen(own_server.engine()):
         own_server.wait_for_page()
         tab = ChatDriver(context.new_page(), own_server.url).open()
