@@ -131,7 +131,7 @@ class CacheService:
     async def estimate(self, user_id: str, session_id: str, text: str = "") -> EstimateView:
         """What the chat's next turn would cost, with this message or a short one.
 
-        Raises SessionNotFound, NotReady, PromptTooLong, TemplateError, InvalidText.
+        Raises SessionNotFound, NotReady, PromptTooLong, TemplateError, InvalidText, EngineFailed.
         """
         return await self._warmth.estimate(self._user, await self._owned(user_id, session_id), text)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from chat.errors import NotReady
+from chat.generation import error_of
 from chat.model import Composed, LoadedModel
 from chat.views import EstimateView
 from engine.errors import EngineUnavailable
@@ -29,11 +30,16 @@ def place(user: UserRecord, model: LoadedModel, composed: Composed) -> tuple[lis
 async def estimated(
     engine: Estimator, user: UserRecord, model: LoadedModel, composed: Composed, session_id: str
 ) -> EstimateView:
-    """What this prompt would cost in that session. Raises NotReady where the engine is not."""
+    """What this prompt would cost in that session.
+
+    Raises NotReady where the engine is not, and for a prompt that is too long what its turn would fail with.
+    """
     try:
         found = await engine.estimate(*place(user, model, composed), session_id=session_id)
     except EngineUnavailable as error:
         raise NotReady(f"{error}.") from error
+    if found.refused is not None:
+        raise error_of(found.refused)
     return EstimateView(
         found.prompt_tokens,
         found.device_tokens,

@@ -54,7 +54,7 @@ class Warmth:
     async def estimate(self, user: UserRecord, session: SessionRecord, text: str = "") -> EstimateView:
         """What the chat's next turn would cost, with this message or a short one.
 
-        Raises NotReady where the engine or the chat's model is not, and as `LoadedModel.compose`.
+        Raises NotReady where the engine or the chat's model is not, and as `LoadedModel.compose` and `estimated`.
         """
         model = self._models.known(session.model_id)
         if model is None:

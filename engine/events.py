@@ -171,6 +171,7 @@ class Estimated(Message, frozen=True, kw_only=True):
     """Answer to `Estimate`: where the prompt's tokens would come from, and how long its first token would take.
 
     `seconds` is what was measured so far applied to this prompt, with nobody else waiting; None: nothing was measured.
+    `refused` is what `Submit` would be answered: the prompt is too long to run at all.
     """
 
     call_id: str
@@ -180,6 +181,7 @@ class Estimated(Message, frozen=True, kw_only=True):
     disk_tokens: int = 0
     computed_tokens: int
     seconds: float | None = None
+    refused: Rejected | None = None
 
 
 class Prefetched(Message, frozen=True, kw_only=True):

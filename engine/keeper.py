@@ -28,6 +28,7 @@ from engine.protocol import (
     GetSnapshot,
     Pin,
     Pinned,
+    Rejected,
 )
 from engine.residents import Residents
 from engine.words import size
@@ -208,6 +209,7 @@ class Keeper:
             return Estimated(call_id=estimate.call_id, prompt_tokens=total, device_tokens=0, computed_tokens=total)
         scope = Scope(estimate.session_id, estimate.salt, estimate.shared_len)
         cost = served.residency.outlook.estimate(scope, estimate.token_ids)
+        too_much = served.scheduler.too_much(total)
         return Estimated(
             call_id=estimate.call_id,
             prompt_tokens=total,
@@ -216,6 +218,7 @@ class Keeper:
             disk_tokens=cost.disk_tokens,
             computed_tokens=total - cost.device_tokens - cost.host_tokens - cost.disk_tokens,
             seconds=cost.seconds,
+            refused=Rejected(request_id="", code=too_much[0], message=too_much[1]) if too_much else None,
         )
 
 

@@ -56,7 +56,10 @@ class Limits:
         wrong = self._wrong_value(submit)
         if wrong is not None:
             return "invalid", wrong
-        length = len(submit.token_ids)
+        return self.too_much(len(submit.token_ids))
+
+    def too_much(self, length: int) -> tuple[RejectCode, str] | None:
+        """Why a prompt of so many tokens can never run, whatever else is asked; None when it can."""
         if length >= self.context_length:
             return "too_long", (
                 f"the prompt has {length} tokens; the model's context holds {self.context_length}, one of them for the "

@@ -103,6 +103,10 @@ class Scheduler:
         self._restoring.prefetch(command)
         return self.take_events()
 
+    def too_much(self, length: int) -> tuple[RejectCode, str] | None:
+        """Why `submit` would refuse any prompt of so many tokens; None: it would not."""
+        return self._limits.too_much(length)
+
     def allow(self, blocks: int) -> None:
         """The pool may come to have so many blocks: a request that needs no more can wait for them."""
         self._limits = replace(self._limits, most_blocks=blocks)

@@ -141,6 +141,7 @@ class FakeEngine:
             device_tokens=reused,
             computed_tokens=total - reused,
             seconds=self.estimated_s,
+            refused=self.reject,
         )
 
     async def prefetch(

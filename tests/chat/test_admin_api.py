@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
+from engine.protocol import Rejected
 from tests.chat.serving import serving
 from tests.chat.test_cache_service import DYING, ended, happened, told
 from tests.chat.test_service import ask, eventually, new_chat
@@ -114,6 +115,14 @@ async def test_an_estimate(http, engine, chat):
     assert sum(answer["tokens"].values()) == answer["prompt_tokens"] == len(engine.estimates[-1])
     engine.set_state(DYING)
     assert (await http.post("/api/admin/estimate", json={"chat": chat})).status_code == 503
+
+
+async def test_an_estimate_of_what_the_pool_never_holds_is_a_refusal(http, engine, chat):
+    engine.reject = Rejected(request_id="", code="never_fits", message="needs 14 blocks; the pool holds 11")
+    answer = await http.post("/api/admin/estimate", json={"chat": chat, "text": "two"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["message"]) == (400, "never_fits", engine.reject.message)
+    assert (await http.get("/page/ready", params={"chat": chat})).json() == {"seconds": None}
 
 
 async def test_the_page_is_told_how_ready_a_chat_is_or_nothing(http, engine, chat):

@@ -119,6 +119,15 @@ async def test_an_estimate_is_refused_as_a_reply_is(http, engine, change, status
     assert (engine.submits, engine.estimates) == ([], [])
 
 
+async def test_an_estimate_of_what_the_pool_never_holds_is_the_reply_s_refusal(http, engine):
+    engine.reject = Rejected(request_id="", code="never_fits", message="needs 14 blocks; the pool holds 11")
+    body = {"model": "default", "messages": [user("one")]}
+    answers = [await http.post(f"/v1/chat/completions{end}", json=body) for end in ("", "/estimate")]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert answers[0].json() == answers[1].json()
+    assert answers[1].json()["error"]["code"] == "never_fits"
+
+
 async def test_an_estimate_while_the_engine_starts_again(http, engine):
     engine.set_state(DYING)
     answer = await http.post("/v1/chat/completions/estimate", json={"model": "default", "messages": [user("one")]})
