@@ -63,6 +63,8 @@ class DiskTier:
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
         self._writes_from = 0.0
+        for session_id in self.earlier.unnoted if self.earlier is not None else ():
+            self.note(session_id, clock(), [])  # or a header would go on to name one that is deleted
 
     @property
     def deleting(self) -> set[bytes]:
@@ -236,7 +238,7 @@ class DiskTier:
             return
         keys = self.earlier.keys(session_id) if self.earlier is not None else {}
         for cold in blocks:
-            if cold.disk:
+            if cold.disk or cold.writing:  # a file names those who held it when it was begun
                 keys.setdefault(cold.space.fingerprint, []).append(cold.key)
         used_at = self._wall() - max(0.0, self._clock() - last_used)
         if self.clerk is not None:

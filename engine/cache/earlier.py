@@ -27,11 +27,15 @@ class EarlierBlock:
 
 @dataclass
 class Earlier:
-    """Blocks by model and key. `sessions` are those that hold any, with the Unix time of their last use."""
+    """Blocks by model and key. `sessions` are those that hold any, with the Unix time of their last use.
+
+    Of what the `unnoted` hold, no record tells.
+    """
 
     delete: Delete
     models: dict[bytes, dict[bytes, EarlierBlock]] = field(default_factory=dict)
     sessions: dict[str, float] = field(default_factory=dict)
+    unnoted: set[str] = field(default_factory=set)
 
     @classmethod
     def found(cls, files: BlockFiles, records: Iterable[SessionRecord], now: float, delete: Delete) -> Earlier:
@@ -50,7 +54,11 @@ class Earlier:
         for fingerprint in files.usage():
             blocks = earlier.models[fingerprint] = {}
             for stored in files.scan(fingerprint):
-                whose = holders.get(stored.header.key) or dict.fromkeys(stored.header.holders, now)
+                whose = holders.get(stored.header.key)
+                if whose is None:
+                    whose = dict.fromkeys(stored.header.holders, now)
+                    earlier.unnoted |= whose.keys()
+                    earlier.sessions |= whose
                 used_at = max(whose.values(), default=now)
                 blocks[stored.header.key] = EarlierBlock(stored, set(whose), used_at)
         return earlier

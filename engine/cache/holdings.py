@@ -50,6 +50,7 @@ class Holdings:
         """A block is in a tier, or on its way to one: it can be found."""
         if self.index.get(cold.key) is None:
             self.index.add(cold)
+        self._unnoted |= cold.holders
         self._journal.revive(cold.key)
 
     def hold(self, cold: ColdBlock, session_id: str) -> None:

@@ -18,6 +18,7 @@ class Saver:
     def __init__(self, tiers: ColdTiers, root: bytes, save_block: SaveBlock, clock: Callable[[], float]) -> None:
         self._tiers, self._root, self._save_block, self._clock = tiers, root, save_block, clock
         self._unsaved: dict[str, tuple[bytes, ...]] = {}
+        self._begun: set[bytes] = set()  # blocks of the oldest that were begun: none is written twice for one turn
 
     @property
     def unsaved(self) -> int:
@@ -26,11 +27,13 @@ class Saver:
 
     def add(self, session_id: str, chain: tuple[bytes, ...]) -> None:
         """These blocks, first to last, are a session's last turn."""
-        self._unsaved.pop(session_id, None)
+        self.forget(session_id)
         self._unsaved[session_id] = chain
 
     def forget(self, session_id: str) -> None:
         """Nothing of this session is to be saved."""
+        if next(iter(self._unsaved), None) == session_id:
+            self._begun.clear()
         self._unsaved.pop(session_id, None)
 
     def save(self, until: float = math.inf) -> bool:
@@ -46,14 +49,18 @@ class Saver:
                 cold = self._tiers.index.get(key)
                 begun = cold is not None and cold.writing
                 if not begun and (cold is None or not cold.disk):
+                    if key in self._begun:
+                        break  # it has had to go again
                     begun = self._save_block(parent, key, frozenset(chain))
                     if not begun and self._tiers.disk.busy:
                         return False  # the end of a write makes room for this one
                     if not begun:
                         break  # what follows would be of no use
+                if begun:
+                    self._begun.add(key)
                 on_the_way = on_the_way or begun
             if on_the_way:
                 return False
-            del self._unsaved[session_id]
+            self.forget(session_id)
             self._tiers.holdings.note(session_id)
         return False

@@ -259,6 +259,40 @@ def test_a_deleted_chat_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> N
     assert list((tmp_path / "sessions").iterdir()) == []
 
 
+def test_a_deleted_chat_does_not_come_back_in_what_another_shares(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    for session, salt in (("alice", ALICE), ("bob", BOB)):
+        follow(rig, PROMPT, session, salt=salt, shared_len=12)
+    rig.save()
+    rig.close()
+    for record in (tmp_path / "sessions").iterdir():
+        record.unlink()  # as if it was killed before it had noted who holds what; the files say that themselves
+    for session in ("alice", "bob"):
+        rigs.append(later := ColdRig(tmp_path))
+        later.delete(session)
+        later.close()
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
+@pytest.mark.parametrize("amid", [False, True])
+def test_a_file_that_nobody_has_saved_does_not_bring_a_deleted_chat_back(
+    rigs: list[ColdRig], tmp_path: Path, amid: bool
+) -> None:
+    """It went to disk for lack of room, and names both; then one of the two is deleted."""
+    rigs.append(rig := ColdRig(tmp_path))
+    for session, salt in (("alice", ALICE), ("bob", BOB)):
+        follow(rig, PROMPT, session, salt=salt, shared_len=12)
+    rig.flush()
+    if not amid:
+        rig.settle()
+    rig.delete("alice")
+    rig.settle()  # and then it is killed
+    rigs.append(later := ColdRig(tmp_path))
+    assert {holder for cold in later.cold() for holder in cold.holders} == {"bob"}
+    later.delete("bob")
+    assert list(tmp_path.rglob("*.kv")) == []
+
+
 def test_a_chat_deleted_while_it_is_saved_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     follow(rig, PROMPT, "alice")

@@ -86,6 +86,22 @@ def test_what_is_no_longer_pinned_leaves_a_disk_that_is_too_small(rigs: list[Col
     assert rig.tiers.used("disk") == 8192, "below the low mark"
 
 
+def test_what_has_to_go_while_its_chat_is_saved_is_not_written_again(rigs: list[ColdRig], tmp_path: Path) -> None:
+    """Else saving, and whatever takes its room, would take turns without end."""
+    rigs.append(rig := ColdRig(tmp_path))
+    turn(rig, PROMPT)
+    rig.residency.saver.save()
+    rig.settle()
+    last = max((cold for cold in rig.cold() if cold.disk), key=lambda cold: cold.depth)
+    rig.tiers.holdings.take_from_disk(last, "watermark")
+    rig.settle()
+    rig.residency.saver.save()
+    assert (rig.tiers.disk.saving, rig.residency.saver.unsaved) == (0, 0)
+    turn(rig, [*PROMPT, 9], "s")
+    rig.save()
+    assert len(rig.cold()) > last.depth, "the next turn's end is another matter"
+
+
 def test_a_day_that_allows_nothing_more_writes_nothing(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     assert rig.tiers.disk.files is not None

@@ -51,7 +51,7 @@ lengths, steps = st.integers(1, 9), st.sampled_from([0, 1, 3, 40])
 ttls = st.sampled_from([None, 30.0, 200.0])
 
 
-@seed(1)  # the same lives every time, so that a red run is red again
+@seed(5)  # the same lives every time, so that a red run is red again
 class Lives(RuleBasedStateMachine):
     """Small tiers, few distinct tokens, so that everything meets everything."""
 
