@@ -119,7 +119,7 @@ class Holdings:
         """A block of which no copy is left, or on its way, cannot be found any more."""
         if cold.host is None and not cold.disk and not cold.writing and self.index.get(cold.key) is cold:
             self.index.remove(cold)
-            self._journal.bury(cold.key, why)
+            self._journal.bury(cold.key, why, cold.holders)
 
     def remove_beginnings(self, cold: ColdBlock) -> None:
         """Part-filled blocks whose tokens this one begins with are of no more use."""

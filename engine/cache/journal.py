@@ -20,17 +20,25 @@ class _Total:
     age_s: float = 0.0
 
 
+@dataclass
+class _Ghost:
+    why: str
+    holders: set[str]
+
+
 class Journal:
     """Collects events until they are taken; equal ones are counted together. `wall` is Unix time.
 
-    A *ghost* is a key that was resident and is no longer: why a prompt misses can be said for as long as it is kept.
+    A *ghost* is a key that was resident and is no longer: why a prompt misses can be said for as long as it is kept. It
+    goes with the last session that held it.
     """
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._totals: dict[tuple[CacheAction, str, Tier | None, Tier | None, str], _Total] = {}
         self._turns: list[TurnTrace] = []
-        self._ghosts: OrderedDict[bytes, str] = OrderedDict()
+        self._ghosts: OrderedDict[bytes, _Ghost] = OrderedDict()
+        self._held: dict[str, set[bytes]] = {}  # the ghosts of each session
 
     def note(
         self,
@@ -96,21 +104,35 @@ class Journal:
         return turns
 
     def forget(self, session_id: str) -> None:
-        """Say nothing more of a session that is gone."""
+        """Say nothing more of a session that is gone, and of what only it held."""
         self._totals = {name: total for name, total in self._totals.items() if name[1] != session_id}
         self._turns = [turn for turn in self._turns if turn.session_id != session_id]
+        for key in self._held.pop(session_id, set()):
+            self._ghosts[key].holders.remove(session_id)
+            if not self._ghosts[key].holders:
+                del self._ghosts[key]
 
-    def bury(self, key: bytes, why: str) -> None:
-        """No tier holds this block any more."""
-        self._ghosts[key] = why
+    def bury(self, key: bytes, why: str, holders: Iterable[str]) -> None:
+        """No tier holds this block any more, which these sessions held, and those that held it before."""
+        ghost = _Ghost(why, {*holders, *(self._ghosts[key].holders if key in self._ghosts else ())})
+        if not ghost.holders:
+            return
+        self._ghosts[key] = ghost
         self._ghosts.move_to_end(key)
+        for session_id in ghost.holders:
+            self._held.setdefault(session_id, set()).add(key)
         while len(self._ghosts) > GHOSTS:
-            self._ghosts.popitem(last=False)
+            self.revive(next(iter(self._ghosts)))
 
     def revive(self, key: bytes) -> None:
-        """Some tier holds it again."""
-        self._ghosts.pop(key, None)
+        """Some tier holds it again, or it is too long ago."""
+        ghost = self._ghosts.pop(key, None)
+        for session_id in ghost.holders if ghost is not None else ():
+            self._held[session_id].discard(key)
+            if not self._held[session_id]:
+                del self._held[session_id]
 
     def fate(self, key: bytes) -> str | None:
         """Why a block that was there is gone; None: it never was, or nobody remembers."""
-        return self._ghosts.get(key)
+        ghost = self._ghosts.get(key)
+        return ghost.why if ghost is not None else None

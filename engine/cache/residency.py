@@ -122,7 +122,7 @@ class Residency:
                 if not self._demote(block, WISHED):
                     return count, False
                 continue
-            self.tiers.journal.bury(block.key or b"", WISHED)
+            self.tiers.journal.bury(block.key or b"", WISHED, [session_id])
             self.tiers.journal.note(
                 "evicted", WISHED, size=self.space.block_bytes, source="device", holders=[session_id]
             )

@@ -174,8 +174,9 @@ class ColdTiers:
             age_s=self._clock() - block.last_used,
         )
         if target is None:
-            self.journal.bury(cold.key, f"device: {reason}, and host and disk had no room")
-            told("evicted", f"{reason}, and host and disk had no room")
+            why = f"{reason}, and host and disk had no room"
+            self.journal.bury(cold.key, f"device: {why}", block.holders | cold.holders)
+            told("evicted", why)
             return True
         self.holdings.show(cold)
         for session_id in block.holders - cold.holders:

@@ -86,6 +86,22 @@ async def test_a_chat_that_was_demoted_is_deleted(driven: Driven, canary: list[i
     assert files(tmp_path) == set()
 
 
+async def test_what_only_a_deleted_chat_had_sent_is_new_again(
+    tiny_model: Path, canary: list[int], tmp_path: Path
+) -> None:
+    async with engine(settings(tiny_model, tmp_path, host_kv=0, disk_kv=0)) as driven:
+        await driven.turn(canary)
+        await driven.leave("s", "none")
+        gone = (await driven.turn([*canary, 3], "other")).usage.miss
+        assert gone is not None
+        assert gone.cause == "evicted"
+        await driven.drop("other")
+        await driven.drop("s")
+        miss = (await driven.turn([*canary, 3], "later")).usage.miss
+        assert miss is not None
+        assert (miss.position, miss.cause, miss.detail) == (0, "new", "")
+
+
 async def test_a_chat_deleted_while_it_is_saved_leaves_no_trace(
     driven: Driven, canary: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
