@@ -140,7 +140,7 @@ class CacheService:
     async def _owned(self, user_id: str, session_id: str) -> SessionRecord:
         record = await self._store.session(user_id, session_id)
         if record is None or record.origin != "chat":
-            raise SessionNotFound(session_id)
+            raise SessionNotFound(session_id, of_api=record is not None)
         return record
 
     async def _tell(self, session: SessionRecord, pinned: bool, ttl_s: float | None, *, must: bool = False) -> None:

@@ -27,12 +27,19 @@ class ChatError(Exception):
 
 
 class SessionNotFound(ChatError):
-    """The chat does not exist, or belongs to another user: the same answer for both."""
+    """The chat does not exist, or belongs to another user: the same answer for both.
+
+    `of_api`: it is an API client's, and what was asked for is for the chats of the page.
+    """
 
     code = "session_not_found"
 
-    def __init__(self, session_id: str) -> None:
-        super().__init__(f"There is no chat {session_id!r}; it may have been deleted.")
+    def __init__(self, session_id: str, *, of_api: bool = False) -> None:
+        super().__init__(
+            f"{session_id!r} is a chat of an API client; this is for chats of the page alone."
+            if of_api
+            else f"There is no chat {session_id!r}; it may have been deleted."
+        )
 
 
 class SessionBusy(ChatError):

@@ -120,7 +120,7 @@ class Settings(BaseSettings):
     @classmethod
     def _something(cls, size: Bytes | Share | None) -> Bytes | Share | None:
         if size is not None and not size:
-            raise PydanticCustomError("empty", "empty")
+            raise PydanticCustomError("nothing", "nothing")
         return size
 
     @field_validator("port", "context", mode="before")

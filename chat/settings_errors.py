@@ -11,10 +11,13 @@ from pydantic_core import ErrorDetails
 LIKENESS = 0.5  # of a value to a possible one, from 0 to 1, that makes it worth a hint
 SHOWN = 200  # characters of a value in an error
 TIERS = ("device", "host", "disk")
-SIZE = "not a size; write it like 256MiB, 1.5GB"
+SIZES = "256MiB, 1.5GB"
+SIZE = f"not a size; write it like {SIZES}"
+FREE = "or 25% of what is free"
+TOO_SMALL = f"too small; the device's share cannot be turned off: write it like {SIZES} {FREE}"
 LEVEL = "not a share; write it like 90%, from 0% to 100%"
 REASONS = {  # what is wrong with a setting of a tier
-    "kv": f"{SIZE} or 25% of what is free",
+    "kv": f"{SIZE} {FREE}",
     "ttl": "not a duration; write it like 90s, 30m, 12h, 30d or never",
     "high": LEVEL,
     "low": LEVEL,
@@ -36,7 +39,7 @@ def reason(name: str, annotation: Any, value: object, details: ErrorDetails) -> 
     """What is wrong with a value and what would be right, after the colon of an error line."""
     tier, _, rest = name.partition("_")
     if tier in TIERS and rest in REASONS:
-        return REASONS[rest]
+        return TOO_SMALL if details["type"] == "nothing" else REASONS[rest]
     if name == "context":
         return "not a number of tokens; give a whole number from 1"
     if name == "port":

@@ -91,13 +91,16 @@ def test_sizes_as_people_write_them(text: str, size: int) -> None:
     assert load_settings({"device_kv": text}).device_kv == size
 
 
-@pytest.mark.parametrize("text", ["-5", "0", "12 parsecs", "MiB", "", "0%", "101%", "-1%", "%", "0.25"])
+@pytest.mark.parametrize("text", ["-5", "12 parsecs", "MiB", "", "101%", "-1%", "%", "0.25"])
 def test_what_is_not_a_size_is_named(text: str) -> None:
     expected = "(from --device-kv): not a size; write it like 256MiB, 1.5GB or 25% of what is free"
     assert complaint({"device_kv": text}) == f"device_kv = {text!r} {expected}"
 
 
-def test_a_tier_can_be_turned_off_but_not_the_device() -> None:
+@pytest.mark.parametrize("nothing", ["0", "0%", "0MiB"])
+def test_a_tier_can_be_turned_off_but_not_the_device(nothing: str) -> None:
+    said = "too small; the device's share cannot be turned off: write it like 256MiB, 1.5GB or 25% of what is free"
+    assert complaint({"device_kv": nothing}) == f"device_kv = {nothing!r} (from --device-kv): {said}"
     settings = load_settings({"host_kv": "0", "disk_kv": "0%"})
     assert (settings.host_kv, settings.disk_kv) == (0, 0)
     assert complaint({"host_kv": "0.5"}).endswith("not a size; write it like 256MiB, 1.5GB or 25% of what is free")

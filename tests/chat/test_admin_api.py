@@ -83,6 +83,14 @@ async def test_a_chat_that_is_not_there(http, path, body):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "session_not_found")
 
 
+async def test_a_chat_of_an_api_client_is_not_called_deleted(http, service, store):
+    made = await store.create_session(service.user.id, origin="api")
+    answer = await http.post(f"/api/admin/sessions/{made.id}/pin", json={"pinned": True})
+    said = f"{made.id!r} is a chat of an API client; this is for chats of the page alone."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, said)
+    assert answer.json()["error"]["code"] == "session_not_found"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
