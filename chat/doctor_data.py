@@ -19,7 +19,7 @@ from chat.engine_config import cold_budgets, kv_dir
 from chat.instance import Running
 from chat.serving import ListenError, listen
 from chat.settings import Settings
-from engine.budgets import disk_room
+from engine.budgets import disk_most
 from engine.room import free_disk, free_memory
 from engine.words import size
 from storage import DatabaseDamaged, StorageError, inspect_database
@@ -66,7 +66,7 @@ def cold_tiers(given: Settings, *, on_cpu: bool) -> Iterator[Finding]:
     settled = cold_budgets(given, on_cpu=on_cpu)
     for tier, most, room in (
         ("host", settled.host_kv or 0, free_memory()),
-        ("disk", settled.disk_kv or 0, disk_room(kv_dir(given.data_dir))),
+        ("disk", settled.disk_kv or 0, disk_most(kv_dir(given.data_dir))),
     ):
         by_default = ", by default" if getattr(given, f"{tier}_kv") is None else ""
         if most > room:

@@ -36,6 +36,7 @@ from engine.words import size
 LAST_SECONDS = 0.2  # for copying what is unsaved at the end
 GRACE_S = 60.0  # after the start, in which the web side says what is pinned, before anything expires
 LOG_SECONDS = 1.0  # between two messages of what happened
+DISK_SECONDS = 10.0  # between two looks, at rest, at whether others need the disk's room
 IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
 PINNED_SHARE = 0.5  # of a tier's budget that pinned sessions may fill
@@ -80,7 +81,10 @@ class Keeper:
         unsaved = any(served.residency.saver.unsaved for served in self._residents)
         if unsaved or self._moving or self._leaving or self._tiers.journal.pending:
             return LOG_SECONDS
-        return min((_interval(ttl) for tier in TIERS if (ttl := self._ttl(tier)) is not None), default=None)
+        waits = [_interval(ttl) for tier in TIERS if (ttl := self._ttl(tier)) is not None]
+        if self._tiers.disk.bytes:
+            waits.append(DISK_SECONDS)
+        return min(waits, default=None)
 
     def close(self) -> None:
         """Begin to save what is unsaved, as far as a moment goes, and end the workers."""

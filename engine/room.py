@@ -30,7 +30,16 @@ def free_memory(cgroup: Path = CGROUP) -> int:
 
 def free_disk(folder: Path) -> int:
     """Bytes free on the disk of `folder`, which need not be there yet. Raises `OSError` where none can be asked."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+    return _disk(folder)[2]
+
+
+def disk_size(folder: Path) -> int:
+    """All bytes of the disk of `folder`; as `free_disk`."""
+    return _disk(folder)[0]
+
+
+def _disk(folder: Path) -> tuple[int, int, int]:
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir()))
 
 
 def used_disk(folder: Path) -> int:

@@ -53,6 +53,8 @@ class BlockFiles:
     What was written or deleted outlives the process at once, and a loss of power after `sync`: making every folder
     safe after every block would cost as much again as the block. Before `sync` such a loss brings deleted blocks back.
 
+    All of it may be removed at any time: the next write makes the folders again, but not what `root` lies in.
+
     `quarantined` counts the files removed because they could not be read. Raises `DiskUnusable` at the start, which
     names the folder and the fix; later errors are of one block each.
     """
@@ -64,6 +66,7 @@ class BlockFiles:
         self._old = root / "old"
         self._lock = threading.Lock()  # of the counter and of what follows
         self._unsynced: set[Path] = set()
+        self._made_again = False
         with opening(root):
             private_folder(self._folder)
             require_writable(self._folder)
@@ -82,8 +85,7 @@ class BlockFiles:
         """
         path = self._path(header.fingerprint, header.key)
         with writing(path):
-            private_folder(path.parent.parent)
-            private_folder(path.parent)
+            self._make(path.parent)
         size = write_block(path, header, image)
         self._changed(path.parent, path.parent.parent, self._folder)
         return size
@@ -110,6 +112,16 @@ class BlockFiles:
                 return
             remove(path)
         self._changed(path.parent)
+
+    def has(self, fingerprint: bytes, key: bytes) -> bool:
+        """Whether a block's file is there, or may be."""
+        try:
+            self._path(fingerprint, key).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return True
 
     def quarantine(self, fingerprint: bytes, key: bytes, reason: str) -> None:
         """Never read this block again: it is deleted, since kept aside it would fill the disk. Does not raise.
@@ -221,6 +233,23 @@ class BlockFiles:
             remove(self._old)
         self._changed(self.root)
         return gone
+
+    def was_removed(self) -> bool:
+        """Whether somebody else has removed all blocks since this was asked last; later ones may be there again."""
+        with self._lock:
+            removed, self._made_again = self._made_again, False
+        return removed or not self._folder.is_dir()
+
+    def _make(self, folder: Path) -> None:
+        try:
+            private_folder(folder.parent)
+        except FileNotFoundError:
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            private_folder(self._folder)
+            with self._lock:
+                self._made_again = True
+            private_folder(folder.parent)
+        private_folder(folder)
 
     def _changed(self, *folders: Path) -> None:
         with self._lock:

@@ -7,19 +7,21 @@ nothing. A worker's end comes back through `post`, which has a call made on the 
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from engine.cache.block_file import ALIGNMENT, BlockHeader, BlockUnreadable
+from engine.cache.block_file import BlockUnreadable
 from engine.cache.clerk import Clerk
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.copies import Copied
 from engine.cache.disk import BlockFiles
-from engine.cache.earlier import Earlier, EarlierBlock, Stays
+from engine.cache.disk_space import DiskSpace
+from engine.cache.earlier import Earlier, Stays
+from engine.cache.headers import cold_of, file_bytes, header_of
 from engine.cache.holders import HolderFiles, SessionRecord
 from engine.cache.host import HostSlab
+from engine.cache.journal import Journal
 from engine.cache.rates import MovingRate
 from engine.cache.segments import HostSlot
 from engine.cache.write_budget import WriteBudget
@@ -28,9 +30,9 @@ from engine.errors import EngineError
 STAGING_BYTES = 64 * 2**20  # of blocks on their way
 STAGED = 4  # blocks that can be on their way at least, however large they are
 WORKERS = 2
-PAUSE_S = 60.0  # after a write that failed, until the next is tried
 
 log = logging.getLogger(__name__)
+Clock = Callable[[], float]
 Post = Callable[[Callable[[], None]], None]
 Fill = Callable[[HostSlot], Copied]
 
@@ -47,10 +49,12 @@ class Files:
 class DiskTier:
     """`bytes` are of all files, those on their way and those of models that are not served included."""
 
-    def __init__(self, files: Files | None, clock: Callable[[], float], wall: Callable[[], float], post: Post) -> None:
+    def __init__(self, files: Files | None, clock: Clock, wall: Clock, post: Post, journal: Journal) -> None:
         # Staging is not page-locked: its segments come and go too often for that.
         self.files, self.staging, self.rate = files, HostSlab(STAGING_BYTES), MovingRate()
         self.clerk = Clerk(files.blocks, files.holders, post) if files is not None else None
+        self._space = DiskSpace(files.blocks.root if files is not None else None, clock, journal)
+        self.on_removal: Callable[[], None] = lambda: None  # has `leave_missing` called
         self.earlier: Earlier | None = None
         self._old_bytes = self.bytes = 0
         if files is not None:
@@ -59,10 +63,10 @@ class DiskTier:
             self.bytes = self.earlier.size + self._old_bytes
         self.saving = self.loading = 0  # blocks on their way
         self._writing: dict[bytes, int] = {}  # bytes by key; one file of a key at a time, also of a deleted chat's
+        self._landed: set[bytes] = set()  # those of them whose file is there, which a worker says at once
         self.read_at = 0.0  # when a read ended last
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
-        self._writes_from = 0.0
         for session_id in self.earlier.unnoted if self.earlier is not None else ():
             self.note(session_id, clock(), [])  # or a header would go on to name one that is deleted
 
@@ -86,11 +90,41 @@ class DiskTier:
         """As many of `bytes` are being written."""
         return sum(self._writing.values())
 
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def budget(self, wanted: int) -> int:
+        """How many bytes all files may have: as many as `wanted`, or fewer where the file system has no room."""
+        return self._space.most(wanted, self._there())
+
+    def _there(self) -> int:
+        """As many of `bytes` are on disk already."""
+        return self.bytes - sum(size for key, size in self._writing.items() if key not in self._landed)
+
+    def look_for_removal(self) -> None:
+        """Find out whether somebody removed the folder, which is allowed at any time."""
+        if self.files is not None and self.bytes and self.files.blocks.was_removed():
+            self.on_removal()
+
+    def leave_missing(self, blocks: Iterable[ColdBlock]) -> tuple[list[ColdBlock], int]:
+        """Take out of the books what has no file any more: which of `blocks`, and the bytes of all that."""
+        if self.files is None or self.earlier is None:
+            return [], 0
+        before, has = self.bytes, self.files.blocks.has
+        lost = [cold for cold in blocks if cold.disk and not has(cold.space.fingerprint, cold.key)]
+        for cold in lost:
+            self.bytes -= cold.disk
+            cold.disk = 0
+        self.bytes -= self.earlier.leave_missing(has)
+        if self._old_bytes and not self.files.blocks.old_usage().files:
+            self.bytes -= self._old_bytes
+            self._old_bytes = 0
+        return lost, before - self.bytes
+
     # --- blocks -------------------------------------------------------------------------------------------------------
 
     def accepts(self, size: int) -> bool:
         """Whether a block of so many bytes could be written now; there may be no room for it all the same."""
-        return self.files is not None and self._clock() >= self._writes_from and self.files.writes.allows(size)
+        return self.files is not None and not self._space.paused and self.files.writes.allows(size)
 
     def write(self, cold: ColdBlock, fill: Fill, done: Callable[[EngineError | None], None]) -> bool:
         """Begin to write what `fill` copies; `done` is told how it ended. False: not now."""
@@ -110,14 +144,16 @@ class DiskTier:
         self._writing[cold.key] = file_bytes(size)
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
-        header, image, files = _header(cold), slot.memory, self.files
+        header, image, files, space = header_of(cold), slot.memory, self.files, self._space
 
         def work() -> None:
             result: int | Exception
             try:
                 copied.wait()
+                space.require(file_bytes(size))
                 files.writes.keep()
                 result = files.blocks.write(header, image)
+                self._landed.add(cold.key)
             except Exception as error:
                 result = error
             self._post(lambda: finish(result))
@@ -128,14 +164,14 @@ class DiskTier:
             self.bytes -= file_bytes(size)
             cold.writing = False
             del self._writing[cold.key]
+            self._landed.discard(cold.key)
             if isinstance(result, int):
                 cold.disk = result
                 self.bytes += result
+                self.look_for_removal()
                 done(None)
                 return
-            log.warning("the disk tier could not keep a block: %s", result)
-            self._writes_from = self._clock() + PAUSE_S
-            done(result if isinstance(result, EngineError) else EngineError(str(result)))
+            done(space.failed(result, file_bytes(size), self._there()))
 
         self._workers.submit(work)
         return True
@@ -166,6 +202,7 @@ class DiskTier:
             self.loading -= 1
             if why:
                 self.staging.give_back(slot)
+                self.look_for_removal()
                 done(None, why)
             else:
                 self.read_at = self._clock()
@@ -200,7 +237,7 @@ class DiskTier:
         """A model is served from now on: what earlier runs have kept of it."""
         self.staging.resize(max(self.staging.budget, STAGED * space.codec.size))
         blocks = self.earlier.take(space.fingerprint) if self.earlier is not None else []
-        return [_cold(block, space, self._on_clock(block.used_at)) for block in blocks]
+        return [cold_of(block, space, self._on_clock(block.used_at)) for block in blocks]
 
     def earlier_sessions(self) -> dict[str, float]:
         """The sessions of earlier runs, and when each was used last, on the clock."""
@@ -234,15 +271,14 @@ class DiskTier:
 
     def note(self, session_id: str, last_used: float, blocks: list[ColdBlock]) -> None:
         """Write down what a session holds on disk, so that it is known after a restart; not at once."""
-        if self.files is None:
+        if self.clerk is None:
             return
         keys = self.earlier.keys(session_id) if self.earlier is not None else {}
         for cold in blocks:
             if cold.disk or cold.writing:  # a file names those who held it when it was begun
                 keys.setdefault(cold.space.fingerprint, []).append(cold.key)
         used_at = self._wall() - max(0.0, self._clock() - last_used)
-        if self.clerk is not None:
-            self.clerk.note(SessionRecord(session_id=session_id, used_at=used_at, keys=keys))
+        self.clerk.note(SessionRecord(session_id=session_id, used_at=used_at, keys=keys))
 
     def forget(self, session_id: str, keys: set[bytes], done: Callable[[bool], None]) -> None:
         """Delete what is written down of a session, and files of other formats, which may be its own.
@@ -262,39 +298,3 @@ class DiskTier:
         self._workers.shutdown(wait=True)
         if self.clerk is not None:
             self.clerk.close()
-
-
-def file_bytes(image: int) -> int:
-    """Bytes that an image of so many takes on disk, as far as is known before it is written."""
-    return ALIGNMENT + -(-image // ALIGNMENT) * ALIGNMENT
-
-
-def _header(cold: ColdBlock) -> BlockHeader:
-    return BlockHeader(
-        fingerprint=cold.space.fingerprint,
-        key=cold.key,
-        parent=cold.parent,
-        token_ids=list(cold.token_ids),
-        depth=cold.depth,
-        salted=not cold.preset,
-        full=cold.full,
-        lossy=cold.lossy,
-        holders=sorted(cold.holders),
-        image_bytes=cold.space.codec.size,
-    )
-
-
-def _cold(block: EarlierBlock, space: Space, last_used: float) -> ColdBlock:
-    header = block.stored.header
-    return ColdBlock(
-        key=header.key,
-        parent=header.parent,
-        token_ids=array("q", header.token_ids),
-        depth=header.depth,
-        space=space,
-        holders=block.holders,
-        last_used=last_used,
-        preset=not header.salted,
-        lossy=header.lossy,
-        disk=block.stored.bytes,
-    )

@@ -116,6 +116,14 @@ class Earlier:
             gone += self._delete(fingerprint, key)
         return gone
 
+    def leave_missing(self, has: Callable[[bytes, bytes], bool]) -> int:
+        """Forget the blocks whose files are gone; the bytes of those."""
+        gone = 0
+        for fingerprint, blocks in self.models.items():
+            for key in [key for key in blocks if not has(fingerprint, key)]:
+                gone += blocks.pop(key).stored.bytes
+        return gone
+
     def _delete(self, fingerprint: bytes, key: bytes) -> int:
         size = self.models[fingerprint].pop(key).stored.bytes
         self.delete(fingerprint, key, size)

@@ -45,7 +45,7 @@ class HolderFiles:
 
     def __init__(self, root: Path) -> None:
         self.damaged = 0
-        self._folder = root / "sessions"
+        self._root, self._folder = root, root / "sessions"
         self._lock = threading.Lock()  # so that nothing brings back what was deleted meanwhile
         with opening(root):
             private_folder(self._folder)
@@ -58,6 +58,9 @@ class HolderFiles:
         """Replace what is known of a session. Raises `DiskFull` or `BlockWriteFailed`; then nothing has changed."""
         path = self._path(record.session_id)
         with self._lock, writing(path):
+            if not self._folder.is_dir():  # a person may remove all of it at any time
+                self._root.mkdir(mode=0o700, exist_ok=True)
+                private_folder(self._folder)
             write_record(path, record)
 
     def touch(self, session_id: str, used_at: float) -> bool:

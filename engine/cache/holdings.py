@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from engine.cache.policy import Reason
 from engine.cache.sessions import Sessions
 from engine.config import Tier
 from engine.events import CacheAction
+from engine.words import size as in_words
+
+log = logging.getLogger(__name__)
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 COLD: tuple[Tier, ...] = ("host", "disk")
@@ -43,6 +47,7 @@ class Holdings:
         self.index = ColdIndex()
         self._sessions, self._journal, self._host, self._disk, self._clock = sessions, journal, host, disk, clock
         self._unnoted: set[str] = set()  # sessions that hold more, or less, than is written down
+        disk.on_removal = self.leave_missing
 
     # --- who holds what -----------------------------------------------------------------------------------------------
 
@@ -106,6 +111,18 @@ class Holdings:
         """A block's file goes."""
         self._disk.delete(cold)
         self._tell_gone(cold, "expired" if reason == "ttl" else "evicted", reason, "disk", None)
+
+    def leave_missing(self) -> None:
+        """Somebody has removed files of the disk tier, and may: nothing is found there any more."""
+        lost, gone = self._disk.leave_missing(self.index)
+        if not gone:
+            return
+        why = "its folder was removed"
+        log.warning("the disk tier has lost %s: %s", in_words(gone), why)
+        self._journal.note("evicted", why, size=gone, source="disk", blocks=len(lost))
+        for cold in lost:
+            self._unnoted |= cold.holders
+            self.hide_if_nowhere(cold, f"disk: {why}")
 
     def _tell_gone(self, cold: ColdBlock, action: CacheAction, reason: str, tier: Tier, kept: Tier | None) -> None:
         why = next((words for name, words in WHY.items() if name == reason), reason)

@@ -14,7 +14,8 @@ from functools import partial
 from engine.cache.block import Block
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.copies import DONE, PROBE_S, Copied, Copies, CopyTimes, DirectCopies
-from engine.cache.disk_tier import DiskTier, Files, Fill, Post, file_bytes
+from engine.cache.disk_tier import DiskTier, Files, Fill, Post
+from engine.cache.headers import file_bytes
 from engine.cache.holdings import COLD, TIERS, WISHED, Holdings, size
 from engine.cache.host import HostSlab
 from engine.cache.journal import Journal
@@ -45,7 +46,7 @@ class ColdTiers:
         self.limits = limits
         self.policy: Policy = policy_named(limits.policy)
         self.host = HostSlab(limits.host_kv or 0, locks=self.copies.page_locks())
-        self.disk = DiskTier(files, clock, wall, post)
+        self.disk = DiskTier(files, clock, wall, post, self.journal)
         self.holdings = Holdings(self.sessions, self.journal, self.host, self.disk, clock)
         self.index = self.holdings.index
         self._clock = clock
@@ -57,7 +58,7 @@ class ColdTiers:
     def tier_limits(self, tier: Tier) -> TierLimits:
         """The budget and watermarks of a tier now."""
         budget, high, low = (getattr(self.limits, f"{tier}_{name}") for name in ("kv", "high", "low"))
-        return TierLimits(budget or 0, high, low)
+        return TierLimits(self.disk.budget(budget or 0) if tier == "disk" else budget or 0, high, low)
 
     def configure(self, limits: CacheConfig) -> None:
         """Other limits from now on. Raises `PolicyError` for some that no tier can keep; then nothing has changed."""
@@ -116,7 +117,8 @@ class ColdTiers:
         return limits.fits(self.used(tier) + needed)
 
     def settle(self) -> None:
-        """Let go what is still above a limit because it was in use, or pinned, when the limit fell."""
+        """Let go what is above a limit: it was in use, or pinned, when that fell, or others have filled the disk."""
+        self.disk.look_for_removal()
         for tier in COLD:
             if not self.tier_limits(tier).fits(self.used(tier)):
                 self.enforce(tier)
@@ -227,6 +229,7 @@ class ColdTiers:
         if error is not None:
             self.journal.note("skipped", str(error), size=cold.space.codec.size, target="disk", holders=cold.holders)
             self.holdings.hide_if_nowhere(cold, str(error))
+            self.settle()
         elif self.index.get(cold.key) is not cold:  # its owner has deleted it meanwhile
             self.disk.delete(cold)
         else:

@@ -57,6 +57,7 @@ class WriteBudget:
         """Write down what was counted, for the next start; takes milliseconds."""
         with self._lock:
             try:
+                self._path.parent.mkdir(mode=0o700, exist_ok=True)  # a person may remove it at any time
                 write_record(self._path, self._hours, durable=False)
             except OSError as error:
                 log.warning("how much was written today is not kept: %s", error)
