@@ -19,6 +19,7 @@ from engine.cache.headers import file_bytes
 from engine.cache.holdings import COLD, TIERS, WISHED, Holdings, size
 from engine.cache.host import HostSlab
 from engine.cache.journal import Journal
+from engine.cache.nowhere import nowhere
 from engine.cache.policy import Entry, Move, Policy, TierLimits, decide, policy_named
 from engine.cache.segments import HostSlot
 from engine.cache.sessions import Sessions
@@ -176,7 +177,7 @@ class ColdTiers:
             age_s=self._clock() - block.last_used,
         )
         if target is None:
-            why = f"{reason}, and host and disk had no room"
+            why = f"{reason}{nowhere(self, space.codec.size)}"
             self.journal.bury(cold.key, f"device: {why}", block.holders | cold.holders)
             told("evicted", why)
             return True

@@ -225,7 +225,7 @@ def test_why_a_turn_missed(rigs: list[ColdRig]) -> None:
     rig.flush()
     gone = follow(rig, more)
     assert rig.finished[gone][0].usage.miss == Miss(
-        position=0, cause="evicted", detail="device: it had no room, and host and disk had no room"
+        position=0, cause="evicted", detail="device: it had no room; host and disk are off"
     )
     edited = follow(rig, [*more[:9], 60, 61, 62])
     assert rig.finished[edited][0].usage.miss == Miss(position=9, cause="diverged")
