@@ -15,7 +15,9 @@ from engine.protocol import Snapshot
 from engine.words import size
 
 MUCH_GONE = 0.1  # of the prompts, with blocks that are gone or unreadable
-EXPIRED = "its time there was over"  # the engine's words
+# The engine's words:
+EXPIRED = "its time there was over"
+SPENT, FAILING = "the disk may write no more today (disk_writes)", "the disk cannot be written to now"
 DISK_CHECK = "check the disk of the data directory, or name another with --data-dir"
 
 
@@ -69,6 +71,8 @@ def _keep_longer(figures: ServerFigures, detail: str) -> str:
     tier, _, reason = detail.partition(": ")
     if reason == EXPIRED:
         return f"raise --{tier}-ttl"
+    if reason.endswith((SPENT, FAILING)):
+        return "raise --disk-writes" if reason.endswith(SPENT) else DISK_CHECK
     if not budgets.get("disk"):
         ram: Tier = "host" if budgets.get("host") else "device"
         return f"give chats a place on disk with --disk-kv, or {raised(ram, budgets)}"

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from engine.cache.tiers import ColdTiers  # which asks this
 
 OFF, NO_ROOM, FAILED = "is off", "had no room", "could not take it"
+SPENT, FAILING = "may write no more today (disk_writes)", "cannot be written to now"
 
 
 def nowhere(tiers: ColdTiers, amount: int) -> str:
@@ -34,9 +35,9 @@ def _disk(tiers: ColdTiers, amount: int) -> str:
     if disk.files is None or not tiers.has_disk:
         return OFF
     if not disk.files.writes.allows(amount):
-        return "may write no more today (disk_writes)"
+        return SPENT
     if not disk.accepts(amount):
-        return "cannot be written to now"
+        return FAILING
     stays = tiers.used("disk") - disk.writing_bytes  # what is being written goes when there is need
     if not tiers.tier_limits("disk").fits(stays + file_bytes(amount)):
         return NO_ROOM

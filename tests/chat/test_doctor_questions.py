@@ -11,9 +11,11 @@ from chat.doctor import Finding
 from chat.doctor_measures import Waits, by_concurrency, read_beside, reuse, together
 from chat.doctor_questions import answers, duration, first_token, memory, per_token, seconds, throughput
 from chat.doctor_server import examine
+from chat.doctor_tiers import DISK_CHECK
 from chat.figures import GoneBlocks, RecentReply, ServerFigures
 from chat.misses import GONE as GONE_FOR_GOOD
 from engine.cache.holdings import WHY
+from engine.cache.nowhere import FAILING, SPENT
 from engine.protocol import Capabilities, ModelUsage, Snapshot, TierUsage
 
 MIB = 2**20
@@ -361,6 +363,8 @@ def test_the_tiers_are_told_with_what_came_from_them_and_what_left_them() -> Non
             {"host": 512, "disk": 1},
             "raise --host-kv, which is 512 MiB now, for instance to 1024MiB",
         ),
+        (f"device: it had no room; host is off, and the disk {SPENT}", {"disk": 2048}, "raise --disk-writes"),
+        (f"device: it had no room; host had no room, and the disk {FAILING}", {"host": 1, "disk": 2048}, DISK_CHECK),
         (
             "device: it had no room, and host and disk had no room",
             {},
