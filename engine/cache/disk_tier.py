@@ -168,7 +168,6 @@ class DiskTier:
             if isinstance(result, int):
                 cold.disk = result
                 self.bytes += result
-                self.look_for_removal()
                 done(None)
                 return
             done(space.failed(result, file_bytes(size), self._there()))
