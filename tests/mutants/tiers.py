@@ -161,7 +161,11 @@ MUTANTS: tuple[Mutant, ...] = (
         BELOW,
     ),
     Mutant("leave what was read beyond a limit", RESTORES, "        self._tiers.settle()\n", "", BELOW),
+    Mutant("write what had to go again and again", SAVER, "if key in self._begun:", "if False:", BELOW),
     # --- who holds what
+    Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
+    Mutant("note nobody who holds what was pushed out", HOLDINGS, "        self._unnoted |= cold.holders\n", "", BELOW),
+    Mutant("leave what only a header names unnoted", EARLIER, "earlier.unnoted |= whose.keys()", "pass", BELOW),
     Mutant(
         "note nobody as a holder on disk",
         SAVER,
@@ -169,7 +173,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "            pass",
         BELOW,
     ),
-    Mutant("trust the holders in a file's header", EARLIER, "holders.get(stored.header.key) or dict", "dict", BELOW),
+    Mutant(
+        "trust the holders in a file's header", EARLIER, "whose = holders.get(stored.header.key)", "whose = None", BELOW
+    ),
     Mutant(
         "note nobody who reads what is below",
         RESIDENCY,
