@@ -164,7 +164,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("write what had to go again and again", SAVER, "if key in self._begun:", "if False:", BELOW),
     # --- who holds what
     Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
-    Mutant("note nobody who holds what was pushed out", HOLDINGS, "        self._unnoted |= cold.holders\n", "", BELOW),
+    Mutant(
+        "note nobody who holds what was pushed out",
+        HOLDINGS,
+        "self.index.add(cold)\n        self._unnoted |= cold.holders",
+        "self.index.add(cold)",
+        BELOW,
+    ),
     Mutant("leave what only a header names unnoted", EARLIER, "earlier.unnoted |= whose.keys()", "pass", BELOW),
     Mutant(
         "note nobody as a holder on disk",
