@@ -16,7 +16,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 from starlette.types import Receive, Scope, Send
 
-from chat.api_turn import ApiTurn
 from chat.bodies import body_of
 from chat.errors import ChatError, ModelNotFound, StorageFailed
 from chat.event_stream import EventStream, unless_gone
@@ -57,6 +56,21 @@ class _Otherwise:
         await response(scope, receive, send)
 
 
+async def _answered(answer: Awaitable[Response]) -> Response:
+    """An answer, or in OpenAI's form why there is none."""
+    try:
+        return await answer
+    except ChatError as error:
+        return refusal(error)
+    except StorageError as error:
+        return refusal(StorageFailed(error))
+    except ClientDisconnect:
+        return Response(status_code=GONE)
+    except Exception:
+        log.exception("a request failed")
+        return refusal(internal_error())
+
+
 class _Api:
     def __init__(self, service: ChatService) -> None:
         self._service = service
@@ -72,44 +86,34 @@ class _Api:
         }
 
     async def complete(self, request: Request) -> Response:
-        turn: ApiTurn | None = None
+        return await _answered(self._complete(request))
+
+    async def _complete(self, request: Request) -> Response:
+        chat = parse_request(await body_of(request))
+        hint = request.headers.get("x-session-id")
+        beginning = self._service.complete(
+            self._service.user.id, chat.entries(), chat.options(), chat.n or 1, session_hint=hint, model=chat.model
+        )
+        turn = await unless_gone(beginning, request.receive)
+        answer = Answer(turn, chat)
         try:
-            chat = parse_request(await body_of(request))
-            hint = request.headers.get("x-session-id")
-            beginning = self._service.complete(
-                self._service.user.id, chat.entries(), chat.options(), chat.n or 1, session_hint=hint, model=chat.model
-            )
-            turn = await unless_gone(beginning, request.receive)
-            answer = Answer(turn, chat)
             if chat.stream:
                 await unless_gone(turn.accepted(), request.receive)
                 return EventStream(answer.chunks(), turn.abandon)
             await unless_gone(turn.finished(), request.receive)
-            return JSONResponse(answer.whole())
-        except ChatError as error:
-            return refusal(error)
-        except StorageError as error:
-            return refusal(StorageFailed(error))
         except ClientDisconnect:
-            if turn is not None:
-                turn.abandon()
-            return Response(status_code=GONE)
-        except Exception:
-            log.exception("a completion failed")
-            return refusal(internal_error())
+            turn.abandon()
+            raise
+        return JSONResponse(answer.whole())
 
     async def estimate(self, request: Request) -> Response:
-        try:
-            chat = parse_request(await body_of(request))
-            hint = request.headers.get("x-session-id")
-            found = self._service.estimate(self._service.user.id, chat.entries(), session_hint=hint, model=chat.model)
-            return JSONResponse(estimate_body(await unless_gone(found, request.receive)))
-        except ChatError as error:
-            return refusal(error)
-        except StorageError as error:
-            return refusal(StorageFailed(error))
-        except ClientDisconnect:
-            return Response(status_code=GONE)
+        return await _answered(self._estimate(request))
+
+    async def _estimate(self, request: Request) -> Response:
+        chat = parse_request(await body_of(request))
+        hint = request.headers.get("x-session-id")
+        found = self._service.estimate(self._service.user.id, chat.entries(), session_hint=hint, model=chat.model)
+        return JSONResponse(estimate_body(await unless_gone(found, request.receive)))
 
     async def models(self) -> Response:
         models = await self._service.models()

@@ -134,6 +134,16 @@ async def test_an_estimate_while_the_engine_starts_again(http, engine):
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
+async def test_an_estimate_that_fails_without_reason_is_told_in_openais_form(http, engine, monkeypatch):
+    async def fail(*_, **__):
+        raise ValueError("nobody expected this")
+
+    monkeypatch.setattr(engine, "estimate", fail)
+    answer = await http.post("/v1/chat/completions/estimate", json={"model": "default", "messages": [user("one")]})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+    assert "nobody expected this" not in answer.text
+
+
 async def test_a_stream(client, replies, template):
     replies["one"] = [*template.encode_text("a b 👩‍👩‍👧 c"), END]
     chunks = await stream(client, user("one"))

@@ -10,6 +10,7 @@ import pytest
 from tests.engine.cache.books import Books
 
 if TYPE_CHECKING:
+    from tests.engine.cold_rig import ColdRig
     from tests.engine.rig import Rig
 
 
@@ -26,6 +27,16 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 
     yield make
     for rig in rigs:
+        rig.check()
+
+
+@pytest.fixture
+def rigs() -> Iterator[list[ColdRig]]:
+    """Rigs with tiers, closed and checked at the end."""
+    made: list[ColdRig] = []
+    yield made
+    for rig in made:
+        rig.close()
         rig.check()
 
 

@@ -22,15 +22,6 @@ pytestmark = pytest.mark.usefixtures("copies")
 
 
 @pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
-
-
-@pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, rigs: list[ColdRig]) -> Iterator[Slow]:
     slow = Slow(monkeypatch)
     yield slow

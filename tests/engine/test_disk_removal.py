@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,6 @@ from tests.engine.cache.disk_blocks import everything, read, write
 from tests.engine.cold_rig import ColdRig
 from tests.engine.test_disk_space import files
 from tests.engine.test_tiers import PROMPT, follow, turn
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 def test_a_removed_folder_leaves_the_books_and_is_made_again(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,6 @@ from tests.engine.tiered import engine, model, settings, until
 MIB = 2**20
 RESERVE = 64 * MIB  # of a disk of so many
 TOTAL = 1024 * MIB
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 class Disk:

@@ -6,7 +6,7 @@ Chats over host and disk run with such copies too: see the fixture `copies`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         old.fill_(torch.nan)
 
     monkeypatch.setattr(KVPool, "resize", move)
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 def under_way(rig: ColdRig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ from tests.engine.cold_rig import ColdRig
 from tests.engine.test_tiers import PROMPT, follow, turn
 
 LITTLE = 100  # bytes: less than a block
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 def gone(rig: ColdRig, more: list[int]) -> str:

@@ -6,7 +6,6 @@ The fake model recomputes every digest from what it reads, so that a wrong, shif
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,15 +18,6 @@ pytestmark = pytest.mark.usefixtures("copies")
 
 PROMPT = list(range(1, 31))  # 7 blocks of 4, and 2 tokens
 ALICE, BOB = b"a" * 16, b"b" * 16
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 def follow(rig: ColdRig, prompt: list[int], session: str = "s", **fields: object) -> str:

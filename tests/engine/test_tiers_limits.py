@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -10,16 +9,6 @@ import pytest
 
 from tests.engine.cold_rig import ColdRig
 from tests.engine.test_tiers import PROMPT, follow, turn
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
-
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,15 +19,6 @@ from tests.engine.cold_rig import FINGERPRINT, ColdRig
 from tests.engine.test_tiers import ALICE, BOB, PROMPT, follow, turn
 
 OTHERS = [90 - token for token in PROMPT]
-
-
-@pytest.fixture
-def rigs() -> Iterator[list[ColdRig]]:
-    made: list[ColdRig] = []
-    yield made
-    for rig in made:
-        rig.close()
-        rig.check()
 
 
 def block_files(rig: ColdRig) -> BlockFiles:
