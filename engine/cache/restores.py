@@ -99,12 +99,14 @@ class Restores:
             for _ in pieces:
                 self._let_go(restore, restore.pieces.popleft())
             self._read_ahead(restore)
+        self._tiers.settle()
         return came
 
     def abandon(self, restore: Restore) -> None:
         """Bring nothing more."""
         while restore.pieces:
             self._let_go(restore, restore.pieces.popleft())
+        self._tiers.settle()
 
     def _lose_patience(self, restore: Restore, lease: Lease, total: int) -> None:
         """Give up on a disk that takes far longer to answer than computing what is left would."""
@@ -182,8 +184,8 @@ class Restores:
             restore.ready[cold.key] = slot
 
     def _let_go(self, restore: Restore, piece: Piece) -> None:
+        """It may leave its tier from now on; whoever calls this has the tiers settle afterwards."""
         piece.cold.reads -= 1
-        self._tiers.settle()
         slot = restore.ready.pop(piece.cold.key, None)
         if slot is not None:
             self._tiers.disk.staging.give_back(slot)

@@ -21,6 +21,7 @@ from engine.batch import Batch, Row
 
 IMPLEMENTATION = "keepwarm_paged"
 KERNEL = "paged SDPA"  # for people
+GROUPED_QUERIES = 64  # from more of them on, a row's own work outweighs reading its keys once per group of heads
 Layer = Callable[
     [int], tuple[torch.Tensor, torch.Tensor]
 ]  # layer index → its K and V, [blocks, block_size, heads, dim]
@@ -58,7 +59,7 @@ class PagedContext:
     layer: Layer
     write_slots: torch.Tensor  # [tokens], the slot of each packed token
     spans: list[Span]
-    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def build(cls, batch: Batch, block_size: int, layer: Layer, device: torch.device) -> PagedContext:
@@ -75,11 +76,19 @@ class PagedContext:
             offset += len(row.token_ids)
         return cls(layer=layer, write_slots=torch.cat(writes).to(device), spans=spans)
 
-    def mask(self, index: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """What row `index` may see, [count, keys] bool, True is visible; None when it sees all its `Span.keys`."""
-        key = (index, window)
+    def mask(self, index: int, window: int | None, group: int, like: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the scores of row `index`, [group * count, keys]: 0 or, for what it may not see, -inf.
+
+        None when it sees all its `Span.keys`. `like` gives dtype and device.
+        """
+        key = (index, window, group)
         if key not in self.masks:
-            self.masks[key] = _mask(self.spans[index], window, device)
+            hidden = _hidden(self.spans[index], window, like.device)
+            self.masks[key] = (
+                None
+                if hidden is None
+                else like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf")).repeat(group, 1)
+            )
         return self.masks[key]
 
 
@@ -102,12 +111,13 @@ def _slots(row: Row, block_size: int) -> torch.Tensor:
     return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
 
 
-def _mask(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _hidden(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """The keys that a row's queries may not see, [count, keys]; None: they see all."""
     if span.count == 1:
         return None
     keys = torch.arange(span.first_key(window), span.length, device=device)
     queries = torch.arange(span.length - span.count, span.length, device=device)[:, None]
-    return visible(queries, keys, window)
+    return ~visible(queries, keys, window)
 
 
 def visible(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -144,24 +154,19 @@ def paged_attention(
         where = span.keys(sliding_window)
         q = query[:, :, span.offset : span.offset + span.count]
         k, v = (pool[where].transpose(0, 1)[None] for pool in (keys, values))
-        mask = paged.mask(index, sliding_window, query.device)
-        if softcap is None and s_aux is None:
-            result = _attend(q, k, v, mask, scaling)
+        explicit = softcap is not None or s_aux is not None
+        # The heads that share K and V become rows of one query matrix, so that K and V are read once for all of them.
+        group = q.shape[1] // k.shape[1] if span.count <= GROUPED_QUERIES and not explicit else 1
+        rows = q.reshape(1, q.shape[1] // group, -1, q.shape[3])
+        mask = paged.mask(index, sliding_window, group, query)
+        if explicit:
+            result = _attend_explicitly(rows, k, v, mask, scaling, softcap=softcap, sinks=s_aux)
         else:
-            result = _attend_explicitly(q, k, v, mask, scaling, softcap=softcap, sinks=s_aux)
+            gqa = rows.shape[1] != k.shape[1]
+            result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+        result = result.reshape(q.shape)
         output[span.offset : span.offset + span.count] = result[0].transpose(0, 1)
     return output[None], None
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-) -> torch.Tensor:
-    if q.shape[2] == 1 and mask is None:
-        # One query per head that sees every key: the heads of a group become rows of one query matrix, so that
-        # grouped K and V are read once, without being repeated.
-        grouped = q.view(1, k.shape[1], -1, q.shape[3])
-        return F.scaled_dot_product_attention(grouped, k, v, scale=scaling).view(q.shape)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _attend_explicitly(
@@ -182,7 +187,7 @@ def _attend_explicitly(
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     if sinks is None:
         return scores.softmax(dim=-1).to(v.dtype) @ v
     sink_column = sinks.float().view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)

@@ -63,6 +63,20 @@ def test_what_is_read_while_the_disk_gets_smaller_goes_when_it_was_read(rigs: li
     assert rig.tiers.used("disk") <= 2 * 8192
 
 
+def test_what_is_read_no_more_while_the_disk_gets_smaller_goes(rigs: list[ColdRig], tmp_path: Path) -> None:
+    rigs.append(rig := ColdRig(tmp_path))
+    _, more = turn(rig, PROMPT)
+    rig.save()
+    rig.flush()
+    request_id = rig.submit(more, max_tokens=1)
+    rig.scheduler.schedule()
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=2 * 8192))
+    assert rig.tiers.used("disk") > 2 * 8192, "while it is being read"
+    rig.cancel(request_id)
+    rig.settle()
+    assert rig.tiers.used("disk") <= 2 * 8192
+
+
 def test_what_is_no_longer_pinned_leaves_a_disk_that_is_too_small(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     turn(rig, PROMPT)

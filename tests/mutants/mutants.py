@@ -300,6 +300,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "compare the mask rule of the first layer alone", SELFCHECK, "in enumerate(calls)", "in [(0, calls[0])]", EXACT
     ),
     Mutant("believe any mask", SELFCHECK, "not isinstance(call.mask, witness.Rule)", "call.mask is None", EXACT),
+    Mutant("mask grouped heads out of order", ATTENTION, ".repeat(group, 1)", ".repeat_interleave(group, 0)", EXACT),
     Mutant("ignore arguments of attention", SELFCHECK, "and name not in HONOURED", "and name in HONOURED", EXACT),
     Mutant("let positions depend on the batch", SELFCHECK, "    _require_still_positions(loaded, calls)\n", "", EXACT),
     Mutant(

@@ -160,7 +160,20 @@ MUTANTS: tuple[Mutant, ...] = (
         "beginnings(cold)",
         BELOW,
     ),
-    Mutant("leave what was read beyond a limit", RESTORES, "        self._tiers.settle()\n", "", BELOW),
+    Mutant(
+        "leave what was read beyond a limit",
+        RESTORES,
+        "        self._tiers.settle()\n        return came",
+        "        return came",
+        BELOW,
+    ),
+    Mutant(
+        "leave what is read no more beyond a limit",
+        RESTORES,
+        "restore.pieces.popleft())\n        self._tiers.settle()\n",
+        "restore.pieces.popleft())\n",
+        BELOW,
+    ),
     Mutant("write what had to go again and again", SAVER, "if key in self._begun:", "if False:", BELOW),
     # --- who holds what
     Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
