@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.batch import Batch, Row
+from engine.batch import Batch
 
 IMPLEMENTATION = "keepwarm_paged"
 KERNEL = "paged SDPA"  # for people
@@ -31,25 +31,29 @@ Layer = Callable[
 class Span:
     """One row of the step: `count` query tokens from packed offset `offset`, the last of `length` tokens in all.
 
-    Its keys lie in consecutive pool slots from `first_slot`, or, where its blocks are scattered, at `slots` [length].
+    Its keys lie in consecutive pool slots from `first_slot`, or, where its blocks are scattered, in `blocks` [blocks].
     """
 
     offset: int
     count: int
     length: int
     first_slot: int
-    slots: torch.Tensor | None
+    blocks: torch.Tensor | None
 
     def first_key(self, window: int | None) -> int:
         """Position of the first key that any of the row's queries sees."""
         return 0 if window is None else max(0, self.length - self.count + 1 - window)
 
-    def keys(self, window: int | None) -> slice | torch.Tensor:
-        """Where in the pool the keys from `first_key` to the last one are."""
+    def keys(self, pool: torch.Tensor, window: int | None) -> torch.Tensor:
+        """The keys, or values, from `first_key` to the last one, out of [blocks, block_size, heads, dim].
+
+        A view where they are consecutive. Whole blocks are gathered where not: far fewer pieces than tokens.
+        """
         first = self.first_key(window)
-        if self.slots is None:
-            return slice(self.first_slot + first, self.first_slot + self.length)
-        return self.slots[first:]
+        if self.blocks is None:
+            return pool.flatten(0, 1)[self.first_slot + first : self.first_slot + self.length]
+        whole, rest = divmod(first, pool.shape[1])
+        return pool.index_select(0, self.blocks[whole:]).flatten(0, 1)[rest : rest + self.length - first]
 
 
 @dataclass
@@ -68,11 +72,13 @@ class PagedContext:
         writes: list[torch.Tensor] = []
         offset = 0
         for row in batch.rows:
-            slots = _slots(row, block_size)
-            first = row.block_ids[0] * block_size
-            scattered = any(b != row.block_ids[0] + i for i, b in enumerate(row.block_ids))
-            spans.append(Span(offset, len(row.token_ids), len(slots), first, slots.to(device) if scattered else None))
-            writes.append(slots[row.start :])
+            length = row.start + len(row.token_ids)
+            ids = row.block_ids[: -(-length // block_size)]
+            blocks = torch.tensor(ids, dtype=torch.long)
+            scattered = any(b != ids[0] + i for i, b in enumerate(ids))
+            first = ids[0] * block_size
+            spans.append(Span(offset, len(row.token_ids), length, first, blocks.to(device) if scattered else None))
+            writes.append(_slots(blocks, block_size)[row.start : length])
             offset += len(row.token_ids)
         return cls(layer=layer, write_slots=torch.cat(writes).to(device), spans=spans)
 
@@ -105,10 +111,8 @@ def attending(paged: PagedContext) -> Iterator[None]:
         _current.reset(token)
 
 
-def _slots(row: Row, block_size: int) -> torch.Tensor:
-    length = row.start + len(row.token_ids)
-    blocks = torch.tensor(row.block_ids, dtype=torch.long)[: -(-length // block_size)]
-    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
+def _slots(blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
 
 
 def _hidden(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -146,14 +150,13 @@ def paged_attention(
     them by tanh, `sliding_window` hides all but that many last keys, `s_aux` [heads] are the attention sinks.
     """
     paged = _current.get()
-    keys, values = (pool.flatten(0, 1) for pool in paged.layer(module.layer_idx))
-    keys[paged.write_slots] = key[0].transpose(0, 1)
-    values[paged.write_slots] = value[0].transpose(0, 1)
+    keys, values = paged.layer(module.layer_idx)
+    for pool, new in ((keys, key), (values, value)):
+        pool.flatten(0, 1)[paged.write_slots] = new[0].transpose(0, 1)
     output = torch.empty_like(query[0].transpose(0, 1))
     for index, span in enumerate(paged.spans):
-        where = span.keys(sliding_window)
         q = query[:, :, span.offset : span.offset + span.count]
-        k, v = (pool[where].transpose(0, 1)[None] for pool in (keys, values))
+        k, v = (span.keys(pool, sliding_window).transpose(0, 1)[None] for pool in (keys, values))
         explicit = softcap is not None or s_aux is not None
         # The heads that share K and V become rows of one query matrix, so that K and V are read once for all of them.
         group = q.shape[1] // k.shape[1] if span.count <= GROUPED_QUERIES and not explicit else 1

@@ -271,15 +271,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "read scattered keys from the first on",
         ATTENTION,
-        "return self.slots[first:]",
-        "return self.slots[: self.length - first]",
+        "[rest : rest + self.length - first]",
+        "[: self.length - first]",
         EXACT,
     ),
     Mutant(
         "write to the slots of the first row",
         ATTENTION,
-        "writes.append(slots[row.start :])",
-        "writes.append(slots[: len(row.token_ids)])",
+        "[row.start : length])",
+        "[: len(row.token_ids)])",
         EXACT,
     ),
     Mutant(

@@ -65,12 +65,10 @@ def with_layer(change: Callable[[int], int]) -> Broken:
 BROKEN: dict[str, Broken] = {
     "writes one slot too far": with_context(lambda paged: {"write_slots": paged.write_slots + 1}),
     "writes in reverse": with_context(lambda paged: {"write_slots": paged.write_slots.flip(0)}),
-    "reads as if blocks were consecutive": with_spans(lambda span: {"slots": None}),
-    "reads the pool from its start": with_spans(lambda span: {"first_slot": 0, "slots": None}),
-    "sees the last token twice": with_spans(lambda span: {"slots": span.slots[[*range(1, span.length), -1]]}),
-    "forgets earlier chunks": with_spans(
-        lambda span: {"length": span.count, "slots": span.slots[span.length - span.count :]}
-    ),
+    "reads as if blocks were consecutive": with_spans(lambda span: {"blocks": None}),
+    "reads the pool from its start": with_spans(lambda span: {"first_slot": 0, "blocks": None}),
+    "sees the last block twice": with_spans(lambda span: {"blocks": span.blocks[[*range(1, len(span.blocks)), -1]]}),
+    "sees the first tokens alone": with_spans(lambda span: {"length": span.count}),
     "keeps K and V of the first layer alone": with_layer(lambda index: 0),
     "swaps K and V": with_arguments(lambda query, key, value: {"key": value, "value": key}),
     "swaps the heads of a group": with_arguments(lambda query, key, value: {"query": query.roll(1, dims=1)}),
