@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
-from engine.model import kinds, rope
+from engine.model import kinds, packing, rope
 from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
 from engine.model.files import one_line
@@ -68,6 +68,8 @@ def load(prepared: PreparedModel, device: str, dtype: str, context: int | None =
         if prepared.adapter is not None:
             module = merge_adapter(module, prepared.adapter, prepared.name)
         module = module.to(target).eval()
+        if target.type == "cpu" and kind == torch.bfloat16 and _cpu_multiplies_bf16():
+            packing.pack(module)
         module.set_attn_implementation(IMPLEMENTATION)
     except ModelLoadError:
         raise

@@ -24,6 +24,7 @@ SEQUENCE = "engine/sequence.py"
 SCHEDULER = "engine/scheduler.py"
 LINES = "engine/lines.py"
 ATTENTION = "engine/model/attention.py"
+PACKING = "engine/model/packing.py"
 LOADING = "engine/model/loading.py"
 SELFCHECK = "engine/model/selfcheck.py"
 KINDS = "engine/model/kinds.py"
@@ -47,6 +48,7 @@ BOOKS = ("tests/engine/cache",)
 STEPS = tuple(f"tests/engine/test_scheduler_{part}.py" for part in ("reuse", "room", "ends", "events"))
 MODEL = ("tests/engine/model",)
 EXACT = tuple(f"tests/engine/model/test_{part}.py" for part in ("selfcheck", "rope", "refused", "attention"))
+PACKED = ("tests/engine/model/test_packing.py",)
 TEXT = ("tests/chat/test_streaming.py",)
 LEDGER = ("tests/chat/test_templates.py",)
 LIVES = ("tests/engine/test_scheduler_machine.py",)
@@ -300,6 +302,19 @@ MUTANTS: tuple[Mutant, ...] = (
         "compare the mask rule of the first layer alone", SELFCHECK, "in enumerate(calls)", "in [(0, calls[0])]", EXACT
     ),
     Mutant("believe any mask", SELFCHECK, "not isinstance(call.mask, witness.Rule)", "call.mask is None", EXACT),
+    Mutant("forget the bias of a packed layer", PACKING, "self.packed, self.bias,", "self.packed, None,", PACKED),
+    Mutant("keep a shared weight twice", PACKING, " and owners[id(module.weight)] == 1", "", PACKED),
+    Mutant("pack what is listened to", PACKING, " and not _is_listened_to(module)", "", PACKED),
+    Mutant(
+        "pack what only looks linear", PACKING, "type(module) is nn.Linear", "isinstance(module, nn.Linear)", PACKED
+    ),
+    Mutant(
+        "hold all weights while they are packed",
+        PACKING,
+        "for name in [name for name, _ in model.named_modules()]:\n        module = model.get_submodule(name)",
+        "for name, module in list(model.named_modules()):",
+        PACKED,
+    ),
     Mutant("mask grouped heads out of order", ATTENTION, ".repeat(group, 1)", ".repeat_interleave(group, 0)", EXACT),
     Mutant("ignore arguments of attention", SELFCHECK, "and name not in HONOURED", "and name in HONOURED", EXACT),
     Mutant("let positions depend on the batch", SELFCHECK, "    _require_still_positions(loaded, calls)\n", "", EXACT),

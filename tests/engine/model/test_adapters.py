@@ -101,14 +101,14 @@ def test_a_merged_adapter_computes_what_it_would_beside_its_base(
 
 def test_in_bfloat16_a_merged_weight_is_rounded_once(model: Path, tmp_path: Path) -> None:
     adapter = tune(model, tmp_path / "tune", modules_to_save=["lm_head"])
-    name = "model.layers.0.mlp.up_proj.weight"
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).get_parameter(name)
+    name = "model.layers.0.mlp.up_proj"
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).get_submodule(name).weight
     module = loading.load(prepare(model, adapter, tmp_path), "cpu", "bfloat16").module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     tensors = load_file(adapter / "adapter_model.safetensors")
     part = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
     change = 2.0 * (tensors[part.format("B")] @ tensors[part.format("A")])  # alpha / r
-    assert torch.equal(module.get_parameter(name), (plain.float() + change).bfloat16())
+    assert torch.equal(module.get_submodule(name).weight, (plain.float() + change).bfloat16())
 
 
 def test_an_adapter_has_a_fingerprint_of_its_own_by_content(model: Path, adapter: Path, tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Linear layers with packed weights compute what plain ones do, and nothing else is packed."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine.model import loading, packing
+from engine.model.packing import PackedLinear
+from engine.served import Measures
+from tests.engine.model import tiny
+
+pytestmark = pytest.mark.skipif(not loading._cpu_multiplies_bf16(), reason="this processor does not multiply bfloat16")
+
+
+def packed(module: nn.Module) -> dict[str, PackedLinear]:
+    return {name: each for name, each in module.named_modules() if isinstance(each, PackedLinear)}
+
+
+def plain(path: Path) -> nn.Module:
+    """transformers' own model of the same files, in bfloat16."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_a_packed_model_computes_what_the_plain_one_does(name: str, tmp_path: Path) -> None:
+    loaded = tiny.load(name, tmp_path, dtype="bfloat16")
+    reference = plain(loaded.prepared.path)
+    ids = tiny.prompt(40)
+    loaded.module.set_attn_implementation("eager")
+    expected, result = tiny.eager(reference, ids).float(), tiny.eager(loaded.module, ids).float()
+    assert (result - expected).norm() <= 0.03 * expected.norm()
+    for path, module in packed(loaded.module).items():
+        assert torch.equal(module.weight, reference.get_submodule(path).weight)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 0, 24), (1, 1, 24), (1, 7, 24), (24,), (2, 3, 4, 24)])
+def test_every_shape_of_input_gives_what_it_gives_without(shape: tuple[int, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 40, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(shape, dtype=torch.bfloat16)
+    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=0.02, atol=0.02)
+    wide = torch.randn((3, 48), dtype=torch.bfloat16)
+    torch.testing.assert_close(PackedLinear(linear)(wide[:, ::2]), linear(wide[:, ::2]), rtol=0.02, atol=0.02)
+
+
+def test_all_linear_layers_are_packed_but_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
+    tied = tiny.load("llama", tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True).module
+    own = tiny.load("llama", tmp_path / "own", dtype="bfloat16", tie_word_embeddings=False).module
+    in_layers = 7 * 3
+    assert len(packed(tied)) == in_layers
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert len(packed(own)) == in_layers + 1
+    assert "lm_head" in packed(own)
+
+
+def test_weights_are_there_once(tmp_path: Path) -> None:
+    linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+    model = nn.Sequential(linear)
+    gone = weakref.ref(linear.weight)
+    del linear
+    packing.pack(model)
+    assert gone() is None
+    loaded = tiny.load("llama", tmp_path, dtype="bfloat16")
+    numbers = sum(each.numel() for each in plain(loaded.prepared.path).parameters())
+    assert Measures.of(loaded, 4).weight_bytes == 2 * numbers, "and counted as what they are"
+
+
+def test_what_is_no_plain_linear_layer_stays(tmp_path: Path) -> None:
+    class Other(nn.Linear):
+        """Computes something of its own."""
+
+    heard: list[object] = []
+    listened = nn.Linear(8, 8, dtype=torch.bfloat16)
+    listened.register_forward_hook(lambda *args: heard.append(args))
+    model = nn.Sequential(Other(8, 8, dtype=torch.bfloat16), listened, nn.Linear(8, 8, dtype=torch.bfloat16))
+    packing.pack(model)
+    assert [type(each) for each in model] == [Other, nn.Linear, PackedLinear]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_dtypes_are_left_alone(dtype: str, tmp_path: Path) -> None:
+    assert packed(tiny.load("llama", tmp_path, dtype=dtype).module) == {}
+
+
+def test_a_slower_processor_keeps_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_cpu_multiplies_bf16", lambda: False)
+    assert packed(tiny.load("llama", tmp_path, dtype="bfloat16").module) == {}
