@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from engine.batch import Batch, Draw, Row
+from engine.cache.image import ImageCodec
+from engine.cache.restores import COPY_UNHURRIED
 from engine.model import loading, selfcheck, sources
 from engine.model.runner import ModelRunner
 from engine.protocol import Sampling
@@ -36,8 +38,9 @@ class Floors:
         pool = shape.pool(blocks, block_size, kind, device)
         pool.data.normal_()
         self.bytes_per_token = shape.bytes_per_token(kind)
-        self._runner, self._blocks = ModelRunner(loaded, pool), range(blocks)
-        self._source = torch.ones(longest * self.bytes_per_token, dtype=torch.uint8)
+        self._runner, self._blocks, self._pool = ModelRunner(loaded, pool), range(blocks), pool
+        self._codec = ImageCodec(shape.layers, block_size, shape.kv_heads, shape.head_dim, kind, "auto")
+        self._source = torch.ones(blocks * self._codec.size, dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
         self._file = folder / "plain-file"
         with self._file.open("wb") as file:
@@ -54,6 +57,18 @@ class Floors:
         """Seconds to copy the bytes of so many tokens from one buffer to another, both in use before."""
         size = tokens * self.bytes_per_token
         return _median(lambda: self._target[:size].copy_(self._source[:size]))
+
+    def copies_s(self, tokens: int) -> float:
+        """Seconds to copy the blocks of so many tokens from their images to the pool, as the engine does it."""
+        blocks = range(-(-tokens // self._pool.block_size))
+        images = [self._source[i * self._codec.size :][: self._codec.size] for i in blocks]
+
+        def copy() -> None:
+            for first in blocks[::COPY_UNHURRIED]:
+                some = blocks[first : first + COPY_UNHURRIED]
+                self._codec.load_many(images[some.start : some.stop], self._pool.data, some)
+
+        return _median(copy)
 
     def read_s(self, tokens: int) -> float:
         """Seconds to read the bytes of so many tokens from one file that the system has in its cache."""
