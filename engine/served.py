@@ -243,16 +243,20 @@ class ServedModel:
         return self.times.prefill_seconds(start, tokens, self._chunk)
 
     def _warm_up(self) -> None:
-        """A real request through every part, so that no person pays for the first one; it leaves nothing behind."""
+        """A real request through every part, so that no person pays for the first one; it leaves nothing behind.
+
+        Twice: the first passes are slower than any later one, and from the second ones estimates can be made.
+        """
         count = min(WARM_UP_TOKENS, self.scheduler.context_length - 2)
         ids = [(31 * i + 5) % self.measures.vocab_size for i in range(count)]
-        self.scheduler.submit(Submit(request_id="warm-up", session_id="warm-up", token_ids=ids, max_tokens=2))
-        while not self.scheduler.idle:
-            batch = self.scheduler.schedule()
-            if batch is None:
-                break
-            self.scheduler.commit(batch, self.runner.run(batch))
-        self.drop("warm-up")
+        for run in (self.runner.run, self._run):
+            self.scheduler.submit(Submit(request_id="warm-up", session_id="warm-up", token_ids=ids, max_tokens=2))
+            while not self.scheduler.idle:
+                batch = self.scheduler.schedule()
+                if batch is None:
+                    break
+                self.scheduler.commit(batch, run(batch))
+            self.drop("warm-up")
         self.runner.steps = self.runner.forwarded_tokens = 0
         self.scheduler.reset_counters()
 

@@ -31,3 +31,12 @@ async def test_a_prompt_that_can_never_run_is_estimated_as_it_is_refused(
         rejected = [event for event in ends if isinstance(event, Rejected)]
         assert (refused.code if refused else None) == code
         assert [(each.code, each.message) for each in rejected] == ([(code, refused.message)] if refused else [])
+
+
+async def test_an_engine_that_has_just_started_knows_how_long_reading_takes(tmp_path: Path) -> None:
+    async with engine(settings(model(tmp_path / "m"), tmp_path)) as driven:
+        short, long = [await driven.client.estimate([7] * count, session_id="s") for count in (8, 64)]
+        assert short.seconds is not None and long.seconds is not None
+        assert 0 < short.seconds <= long.seconds < 60
+        snapshot = await driven.client.snapshot()
+        assert (snapshot.steps, snapshot.forwarded_tokens) == (0, 0), "nobody has asked for anything yet"
