@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from chat.service import ChatService
     from chat.serving import Server
     from engine.client import EngineClient
+    from engine.protocol import Capabilities
     from storage import Store
 
 CLOSE_LIMIT = 1.5  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
@@ -261,6 +262,14 @@ async def close(what: str, closing: Awaitable[object]) -> None:
         log.exception("%s did not end cleanly", what)
 
 
+def short_of_room(capabilities: Capabilities) -> str:
+    """What to say where the device tier holds less than one whole context; "" where it does not."""
+    room, context = capabilities.room, capabilities.context_length
+    if room == context:
+        return ""
+    return f"A chat can have {room:,} of the model's {context:,} tokens: --device-kv has no room for more."
+
+
 async def tell_until_ready(engine: EngineClient, url: str, started: float) -> None:
     """Print each stage of the load. Raises StartError when the model cannot be loaded."""
     from chat.serving import say
@@ -269,6 +278,8 @@ async def tell_until_ready(engine: EngineClient, url: str, started: float) -> No
     async for state in engine.watch():
         if state.phase == "ready":
             say(f"Ready at {url} after {time.monotonic() - started:.1f} s. Ctrl-C ends it.")
+            if state.capabilities is not None and (note := short_of_room(state.capabilities)):
+                say(note)
             return
         if state.phase == "failed":
             raise StartError(state.message)

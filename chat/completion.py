@@ -137,7 +137,7 @@ class Completions:
 
     def _misses(self, model: LoadedModel, composed: Composed, match: Match | None) -> Misses:
         stored_in, path = (match.session.id, match.path) if match else (None, ())
-        return Misses(self._store, stored_in, model.capabilities.fingerprint, composed, path)
+        return Misses(self._store, stored_in, model.capabilities.fingerprint, composed, path, self._engine.started_at)
 
     async def _session(self, user_id: str, model_id: str, match: Match | None) -> tuple[str, int]:
         """The session to store in, and how many of the matched messages are there already.

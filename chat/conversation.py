@@ -197,7 +197,9 @@ class Conversations:
             started=asked.started,
             timer=self._timer,
             recent=self._recent,
-            explain=Misses(self._store, session.id, model.capabilities.fingerprint, composed, path).explain,
+            explain=Misses(
+                self._store, session.id, model.capabilities.fingerprint, composed, path, self._engine.started_at
+            ).explain,
         )
         with _storing(session.id):
             async with generation.begun():

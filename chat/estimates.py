@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from chat.errors import NotReady
 from chat.generation import error_of
@@ -22,7 +22,10 @@ class Estimator(Protocol):
         """What a prompt would find in the cache now, and how long its first token would take."""
 
 
-def place(user: UserRecord, model: LoadedModel, composed: Composed) -> tuple[list[int], bytes, int, str]:
+Place: TypeAlias = tuple[list[int], bytes, int, str]
+
+
+def place(user: UserRecord, model: LoadedModel, composed: Composed) -> Place:
     """A prompt as the engine's calls take it: ids, salt, length of the shared prefix, fingerprint of the model."""
     return composed.prompt, user.salt, composed.shared_len, model.capabilities.fingerprint
 

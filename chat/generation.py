@@ -24,7 +24,9 @@ EventStream = AsyncGenerator[EngineEvent, None]
 
 
 class Engine(Protocol):
-    """The part of `EngineClient` that a generation needs."""
+    """The part of `EngineClient` that a generation needs. It was started at `started_at`, in Unix time."""
+
+    started_at: float
 
     def stream(self, submit: Submit) -> AsyncIterator[EngineEvent]:
         """Submit and yield what comes of it."""

@@ -23,13 +23,15 @@ log = logging.getLogger(__name__)
 ANOTHER_REPLY = "it goes on from another reply"
 OTHER_WEIGHTS = "or this one with other weights"
 GONE = "read before, and in no tier any more"
+LOST = "read before the engine was started, and not kept in any tier"
 
 
 @dataclass(frozen=True)
 class Misses:
     """Explains the misses of one request: `composed` for the model of this `fingerprint`.
 
-    The first messages are those of `path`, stored in session `session_id` (None: nothing of them is stored).
+    The first messages are those of `path`, stored in session `session_id` (None: nothing of them is stored). The engine
+    was started at `engine_started_at` (Unix time), and knows nothing of what became of blocks before that.
     """
 
     store: Store
@@ -37,6 +39,7 @@ class Misses:
     fingerprint: str
     composed: Composed
     path: Sequence[MessageRecord]
+    engine_started_at: float = 0.0
 
     async def explain(self, miss: Miss) -> MissView:
         """The miss as people understand it. Reads the database only where more than the new text was missed."""
@@ -79,7 +82,10 @@ class Misses:
             return view.because("new")
         if view.message_index in self.composed.rewritten:
             return view.because("template")
-        return view.because("evicted", GONE) if view.cause == "new" and before else view
+        if view.cause != "new" or not before:
+            return view
+        lost = self.path[last].created_at < self.engine_started_at
+        return view.because("lost", LOST) if lost else view.because("evicted", GONE)
 
     async def _replaced(self, index: int, session_id: str) -> bool:
         """Whether another message stands where this one does."""

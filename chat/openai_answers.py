@@ -13,8 +13,9 @@ Knows what a turn has, and nothing of how it is sent. A reply's reasoning is tol
                         where the template renders the chat anew), "cause": "new" (nobody had read it), "diverged" (the
                         chat went on otherwise before), "edited" (the message took the place of another), "template"
                         (it is written otherwise than it was), "other_model" (another model wrote the last reply),
-                        "evicted" (it was there and is gone), "unreadable" (its copy failed the check), "slower"
-                        (reading it was quicker than loading it), "detail": more words, or ""}
+                        "evicted" (it was there and is gone), "lost" (the engine was started anew and had it in no
+                        tier), "unreadable" (its copy failed the check), "slower" (reading it was quicker than loading
+                        it), "detail": more words, or ""}
     matched_messages    how many of the request's messages were found in storage, so that their exact ids were used
     ttft_s, tpot_s      seconds to the first text, and per output token after the first
     total_s             seconds of the whole turn

@@ -30,6 +30,7 @@ WHY: dict[MissCause, str] = {
     "template": "the model’s template writes earlier messages anew",
     "other_model": "another model wrote the reply before",
     "evicted": "it had to make room",
+    "lost": "it was not kept when the engine was started anew",
     "unreadable": "its copy was damaged",
     "slower": "that was quicker than bringing it back",
 }
@@ -84,8 +85,9 @@ def chat_header(title: str, context_tokens: int = 0, context_length: int = 0) ->
     if context_tokens and context_length:
         share = min(100, round(100 * context_tokens / context_length))
         meter = (
-            f'<span class="kw-meter" title="{context_tokens:,} of the {context_length:,} tokens that the model can '
-            f'keep in view"><meter min="0" max="100" high="85" value="{share}" aria-label="Context in use"></meter>'
+            f'<span class="kw-meter" title="{context_tokens:,} of the {context_length:,} tokens that a chat with '
+            f'this model can have"><meter min="0" max="100" high="85" value="{share}" aria-label="Context in use">'
+            f"</meter>"
             f"<span>{context_tokens:,} / {context_length:,}</span></span>"
         )
     return (

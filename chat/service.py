@@ -154,7 +154,7 @@ class ChatService:
             system_prompt=record.system_prompt,
             messages=tuple(message_view(m, turns.get(m.id), live) for m in path if m.role != "system"),
             context_tokens=context_tokens(path, turns),
-            context_length=model.capabilities.context_length if model else 0,
+            context_length=model.capabilities.room if model else 0,
             model_id=record.model_id,
         )
 

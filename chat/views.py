@@ -14,7 +14,7 @@ from engine.protocol import MissCause as EngineCause
 
 Role = Literal["system", "user", "assistant"]
 Status = Literal["complete", "streaming", "interrupted", "stopped", "failed"]
-MissCause = EngineCause | Literal["edited", "template", "other_model"]
+MissCause = EngineCause | Literal["edited", "template", "other_model", "lost"]
 TurnState = Literal["waiting", "reading", "writing", "done"]
 
 RETRYABLE_STATUSES: frozenset[Status] = frozenset({"interrupted", "stopped", "failed"})
@@ -71,8 +71,8 @@ class MissView:
     What follows begins in message number `message_index` of the prompt, of that `role` (None: that cannot be said).
     `cause` new: nobody had read it; diverged: the chat went on otherwise before; edited: the message took the place of
     another; template: the message is written otherwise than it was; other_model: another model wrote the last reply;
-    evicted: it was there and is gone; unreadable: its copy failed the check; slower: reading was quicker than loading.
-    `detail` says more, for people, or is "".
+    evicted: it was there and is gone; lost: the engine was started anew and had it in no tier; unreadable: its copy
+    failed the check; slower: reading was quicker than loading. `detail` says more, for people, or is "".
     """
 
     position: int
@@ -170,7 +170,8 @@ class MessageView:
 class SessionDetail:
     """A whole chat along its current path; `messages` has no system message, that text is `system_prompt`.
 
-    `context_tokens` is what the path's messages fill of the model's context of `context_length` (0: not known yet).
+    `context_tokens` is what the path's messages fill of the `context_length` tokens that the model and the device tier
+    have room for (0: not known yet).
     `model_id` None: the default model. `system_prompt` "" is the model's own default. It can be changed until the first
     message is sent (`system_prompt_fixed`).
     """

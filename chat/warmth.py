@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from chat.errors import ChatError, NotReady
-from chat.estimates import estimated, place
+from chat.estimates import Place, estimated, place
 from chat.models import Models
 from chat.templates import Entry
 from chat.views import EstimateView, WarmingView
@@ -26,6 +27,14 @@ log = logging.getLogger(__name__)
 
 STAND_IN = "And then?"  # for a message that is not written yet
 MOST_WARMED = 20  # chats that are warmed at the start, beside those that are pinned
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A chat as the engine's calls take it, and which share of the device it fills."""
+
+    place: Place
+    share: float
 
 
 class Warmth:
@@ -44,12 +53,8 @@ class Warmth:
 
         Raises EngineUnavailable, StorageError, ChatError.
         """
-        model = self._models.known(session.model_id)
-        path = await self._store.path(session.id) if model is not None else []
-        if model is None or not path:
-            return None
-        composed = await model.compose([model.entry(message) for message in path])
-        return await self._engine.prefetch(session.id, *place(user, model, composed))
+        prompt = await self._prompt(user, session)
+        return await self._engine.prefetch(session.id, *prompt.place) if prompt is not None else None
 
     async def estimate(self, user: UserRecord, session: SessionRecord, text: str = "") -> EstimateView:
         """What the chat's next turn would cost, with this message or a short one.
@@ -71,7 +76,7 @@ class Warmth:
     # --- at the start -----------------------------------------------------------------------------------------------
 
     def warm_recent(self, user: UserRecord, pinned: Sequence[str]) -> None:
-        """Begin to bring the pinned and the recent chats to the device; the most recent one comes last, and stays."""
+        """Begin to bring the pinned and the recent chats to the device, as many as fit; the most recent comes last."""
         self.interrupt()
         self._task = asyncio.create_task(self._warm(user, pinned))
 
@@ -90,15 +95,38 @@ class Warmth:
         try:
             with contextlib.suppress(ChatError):  # the page tells what is wrong with the model
                 await self._models.get()
-                recent = [chat.id for chat in await self._store.sessions(user.id, limit=MOST_WARMED)]
-                chats = [*pinned, *(chat for chat in reversed(recent) if chat not in set(pinned))]
-                for done, chat in enumerate(chats):
+                chats = await self._that_fit(user, pinned)
+                for done, (chat, prompt) in enumerate(chats):
                     self.warming = WarmingView(done, len(chats))
-                    session = await self._store.session(user.id, chat)
-                    if session is not None:
-                        with contextlib.suppress(ChatError):  # it has outgrown the context, or its template fails
-                            await self.prefetch(user, session)
+                    await self._engine.prefetch(chat, *prompt.place)
         except (EngineUnavailable, StorageError) as error:
             log.info("recent chats were not warmed to the end: %s", error)
         finally:
             self.warming = None
+
+    async def _that_fit(self, user: UserRecord, pinned: Sequence[str]) -> list[tuple[str, _Prompt]]:
+        """Pinned and recent chats, the last used last, as far as the device has room for all of them at once."""
+        recent = [chat.id for chat in await self._store.sessions(user.id, limit=MOST_WARMED)]
+        fit: list[tuple[str, _Prompt]] = []
+        left, first = self._engine.config.cache.device_high, 0
+        for chat in [*pinned, *(chat for chat in recent if chat not in set(pinned))]:
+            session = await self._store.session(user.id, chat)
+            prompt: _Prompt | None = None
+            if session is not None:
+                with contextlib.suppress(ChatError):  # it has outgrown the context, or its template fails
+                    prompt = await self._prompt(user, session)
+            if prompt is not None and prompt.share <= left:
+                left -= prompt.share
+                fit.insert(first, (chat, prompt))
+                first += chat in pinned
+        return fit
+
+    async def _prompt(self, user: UserRecord, session: SessionRecord) -> _Prompt | None:
+        """All that was said in a chat; None where nothing was, or its model is not loaded. Raises as `prefetch`."""
+        model = self._models.known(session.model_id)
+        path = await self._store.path(session.id) if model is not None else []
+        if model is None or not path:
+            return None
+        composed = await model.compose([model.entry(message) for message in path])
+        blocks = -(-len(composed.prompt) // model.capabilities.block_size)
+        return _Prompt(place(user, model, composed), blocks / max(1, model.capabilities.total_blocks))

@@ -81,6 +81,7 @@ class EngineConnection:
         self, config: EngineConfig, *, in_thread: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.on_cache_log: Callable[[CacheLog], None] | None = None  # told what happens to the cache
+        self.started_at = 0.0  # Unix time at which the engine was started last; what it has forgotten is from before
         self._config = config
         self._in_thread = in_thread
         self._clock = clock
@@ -206,7 +207,7 @@ class EngineConnection:
         changed.set()
 
     def _spawn(self, phase: Phase, message: str) -> None:
-        self._serves = set()
+        self._serves, self.started_at = set(), time.time()
         self._set(EngineState(phase, stage="starting the engine" if phase == "loading" else "", message=message))
         loop, generation = asyncio.get_running_loop(), object()
         self._ended = ended = asyncio.Event()

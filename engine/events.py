@@ -43,6 +43,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     commands: list[str]
 
+    @property
+    def room(self) -> int:
+        """Tokens that a chat can have: as many as the model was made for, and the pool can hold."""
+        return min(self.context_length, self.total_blocks * self.block_size)
+
 
 class Loading(Message, frozen=True, kw_only=True):
     """Progress of a load; `total` 0 means unknown. `stage` is a short phrase for people ("converting weights").

@@ -62,9 +62,9 @@ class Restoring:
 
     # --- for sequences ------------------------------------------------------------------------------------------------
 
-    def find(self, scope: Scope, token_ids: list[int]) -> Restore | None:
+    def find(self, scope: Scope, token_ids: list[int], *, ahead: bool = False) -> Restore | None:
         """What the tiers below have for these tokens. It ends by `advance`, or must be given to `abandon`."""
-        return self._residency.find(scope, token_ids) if self._residency is not None else None
+        return self._residency.find(scope, token_ids, ahead=ahead) if self._residency is not None else None
 
     def abandon(self, restore: Restore | None) -> None:
         """Nobody waits for it any more."""
@@ -113,7 +113,7 @@ class Restoring:
     def prefetch(self, command: Prefetch) -> None:
         """Begin one."""
         scope, ids = Scope(command.session_id, command.salt, command.shared_len), command.token_ids
-        restore = self.find(scope, [*ids, -1])
+        restore = self.find(scope, [*ids, -1], ahead=True)
         there = self._manager.match(scope, [*ids, -1]).reused
         if restore is None:
             self._answer(command.call_id, there)

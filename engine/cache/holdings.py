@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 COLD: tuple[Tier, ...] = ("host", "disk")
 WISHED = "a person wished it"
+GOES_ON, AHEAD = "a chat goes on", "a chat is likely to go on"
 WHY: dict[Reason, str] = {"ttl": "its time there was over", "watermark": "it was full", "pressure": "it had no room"}
 
 

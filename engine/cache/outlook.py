@@ -19,12 +19,12 @@ from engine.events import Miss, MissCause
 class Found:
     """What is worth loading for a prompt whose first `start` tokens are on the device.
 
-    `slower`: more is there, and computing it is quicker.
+    Up to position `slower_to` more is there, and computing it is quicker.
     """
 
     start: int
     pieces: list[Piece]
-    slower: bool
+    slower_to: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Outlook:
         start = self._books().match(scope, token_ids).reused
         pieces = self._tiers.index.find(self._space, scope, token_ids, start)
         worth = self._worth(pieces, start, len(token_ids)) if pieces else 0
-        return Found(start, pieces[:worth], slower=worth < len(pieces))
+        return Found(start, pieces[:worth], slower_to=pieces[-1].end if worth < len(pieces) else 0)
 
     def estimate(self, scope: Scope, token_ids: Sequence[int]) -> Cost:
         """What a prompt would find where, and how long its first token would take."""
@@ -73,8 +73,10 @@ class Outlook:
             return None
         if restore is not None and restore.failed:
             return Miss(position=position, cause="unreadable", detail=restore.failed)
-        if restore is not None and restore.slower:
-            return Miss(position=position, cause="slower", detail="loading it would have taken longer")
+        if restore is not None and restore.slower_to > position:
+            if restore.slower_to - position >= len(token_ids) - restore.slower_to:
+                return Miss(position=position, cause="slower", detail="loading it would have taken longer")
+            position = restore.slower_to  # what is missing from there on costs more
         size, number = self._space.block_size, position // self._space.block_size
         use = self._tiers.sessions.get(scope.session_id)
         before = use.chain[number] if use is not None and number < len(use.chain) else None

@@ -12,7 +12,7 @@ from functools import partial
 from engine.cache.block import Block, Lease, Scope
 from engine.cache.cold import ColdBlock, Space
 from engine.cache.disk_tier import Fill
-from engine.cache.holdings import WHY, WISHED
+from engine.cache.holdings import AHEAD, GOES_ON, WHY, WISHED
 from engine.cache.image import Tensor
 from engine.cache.manager import BlockManager
 from engine.cache.outlook import Outlook
@@ -77,12 +77,15 @@ class Residency:
 
     # --- what a sequence asks -----------------------------------------------------------------------------------------
 
-    def find(self, scope: Scope, token_ids: Sequence[int]) -> Restore | None:
-        """Begin to bring what is worth it for these tokens beyond what the device holds; None: nothing is there."""
+    def find(self, scope: Scope, token_ids: Sequence[int], *, ahead: bool = False) -> Restore | None:
+        """Begin to bring what is worth it for these tokens beyond what the device holds; None: nothing is there.
+
+        `ahead` of a turn that nobody waits for yet.
+        """
         found = self.outlook.find(scope, token_ids)
-        if not found.pieces and not found.slower:
+        if not found.pieces and not found.slower_to:
             return None
-        return self.restores.begin(found.pieces, slower=found.slower)
+        return self.restores.begin(found.pieces, reason=AHEAD if ahead else GOES_ON, slower_to=found.slower_to)
 
     def ended(self, lease: Lease, usage: Usage) -> None:
         """A turn ends, and cost so much; its lease is still held."""

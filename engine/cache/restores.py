@@ -31,12 +31,14 @@ class Restore:
     """The blocks of one sequence that come to the device from below, first to last.
 
     `ready` are those read from files, by key. `failed` says why the rest was given up. The last came at `moved_at`.
+    `reason` is why they come. Up to position `slower_to` more is there, which is quicker to compute.
     """
 
     pieces: deque[Piece]
     began: float
     moved_at: float
-    slower: bool = False
+    reason: str
+    slower_to: int = 0
     failed: str = ""
     reading: dict[bytes, None] = field(default_factory=dict)
     ready: dict[bytes, HostSlot] = field(default_factory=dict)
@@ -71,10 +73,10 @@ class Restores:
         self._space, self._tiers = space, tiers
         self._data, self._books, self._clock = data, books, clock
 
-    def begin(self, pieces: Sequence[Piece], *, slower: bool) -> Restore:
+    def begin(self, pieces: Sequence[Piece], *, reason: str, slower_to: int) -> Restore:
         """Bring these. Their blocks stay where they are until the restore ends, by `advance` or `abandon`."""
         now = self._clock()
-        restore = Restore(deque(pieces), now, now, slower=slower)
+        restore = Restore(deque(pieces), now, now, reason, slower_to)
         for piece in pieces:
             piece.cold.reads += 1
         return restore
@@ -154,7 +156,7 @@ class Restores:
             lease.reused = lease.computed
         self._tiers.journal.note(
             "promoted",
-            "a chat goes on",
+            restore.reason,
             size=amount,
             blocks=len(pieces),
             source=tier,

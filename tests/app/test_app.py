@@ -128,6 +128,7 @@ def test_from_the_first_line_to_ctrl_c_while_a_reply_runs_and_a_tab_is_open(data
     with App(data_dir, "--device-kv", "256MiB") as app:
         assert app.line_with("starts at").startswith(f"Keepwarm {VERSION} starts at {app.url}")
         app.line_with("Ready at")
+        app.line_with("A chat can have 5,824 of the model's 8,192 tokens: --device-kv has no room for more.")
         assert httpx.get(f"{app.url}/readyz").status_code == 200
         assert "/page/assets/page.js" in httpx.get(app.url).text
 

@@ -62,6 +62,7 @@ class FakeEngine:
             commands=[],
         )
         self.state = EngineState("ready", capabilities=self.capabilities)
+        self.started_at = 0.0
         self.config = EngineConfig(cache_dir="", model="smollm2")
         self.others: dict[str, Capabilities | str] = {}  # further models by source; a text is why one is refused
         self.loaded: list[tuple[str, str | None, str]] = []

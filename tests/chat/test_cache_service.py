@@ -275,6 +275,23 @@ async def test_pinned_and_recent_chats_are_warmed_the_last_used_last(service, st
         assert engine.prefetches[1][1] == ids
 
 
+@pytest.mark.parametrize(("blocks", "expected"), [(1000, [1, 0, 2]), (16, [1, 2]), (14, [1]), (1, [])])
+async def test_no_more_chats_are_warmed_than_the_device_has_room_for(
+    service, store, engine, chats, blocks: int, expected: list[int]
+):
+    """The one that is pinned comes before the last used, and that before the others; the longest takes 14 blocks."""
+    await ask(service, chats[1], "word " * 380)
+    await ask(service, chats[2], "hello")
+    await service.cache.pin(service.user.id, chats[1], True)
+    await service.close()
+    engine.capabilities = msgspec.structs.replace(engine.capabilities, total_blocks=blocks)
+    async with restarted(store, engine) as again:
+        engine.prefetches.clear()
+        engine.set_state(ready(engine))
+        await eventually(lambda: again.cache._warmth._task is not None and again.cache._warmth._task.done())
+        assert [chat for chat, _ in engine.prefetches] == [chats[number] for number in expected]
+
+
 async def test_warming_stops_when_a_turn_begins(service, store, engine, chats):
     await service.close()
     async with restarted(store, engine) as again:

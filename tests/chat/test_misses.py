@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -119,6 +120,17 @@ async def test_what_was_read_and_is_in_no_tier_is_gone_and_not_new(service, engi
     engine._known.clear()  # as after a restart without a disk tier
     miss = (await ask(service, chat, "two")).figures.miss
     assert miss == MissView(0, 0, "user", "evicted", "read before, and in no tier any more")
+
+
+async def test_what_was_read_before_the_engine_was_started_anew_did_not_make_room(service, engine):
+    chat = await new_chat(service)
+    await ask(service, chat, "one")
+    engine._known.clear()
+    engine.started_at = time.time()
+    miss = (await ask(service, chat, "two")).figures.miss
+    assert (miss.cause, miss.detail) == ("lost", "read before the engine was started, and not kept in any tier")
+    engine._known.clear()
+    assert (await ask(service, chat, "three")).figures.miss.cause == "evicted", "the last turn was after that"
 
 
 async def test_a_message_that_is_written_anew_is_the_templates_doing(service, store, engine):

@@ -101,6 +101,7 @@ def test_a_chat_that_another_pushed_out_comes_back(rigs: list[ColdRig]) -> None:
             _, talks[name] = turn(rig, prompt[-30:] if len(prompt) > 36 else prompt, name, max_tokens=2)
     events = [event for event in rig.tiers.journal.take() if event.action == "promoted"]
     assert sum(event.blocks for event in events) > 10
+    assert {event.reason for event in events} == {"a chat goes on"}
 
 
 def test_a_block_that_ends_inside_a_message_is_copied(rigs: list[ColdRig]) -> None:
@@ -229,7 +230,17 @@ def test_what_is_computed_faster_is_not_loaded(rigs: list[ColdRig]) -> None:
     assert rig.sources(again) == (0, 0, 0, 37)
     miss = rig.finished[again][0].usage.miss
     assert miss is not None
-    assert miss.cause == "slower"
+    assert (miss.cause, miss.position) == ("slower", 0)
+
+
+def test_what_was_never_read_is_not_said_to_be_slower_to_load(rigs: list[ColdRig]) -> None:
+    rigs.append(rig := ColdRig(host_blocks=64, force="recompute"))
+    _, more = turn(rig, PROMPT)
+    rig.flush()
+    longer = [*more, *range(20, 20 + 2 * len(more))]
+    miss = rig.finished[follow(rig, longer)][0].usage.miss
+    assert miss is not None
+    assert (miss.cause, miss.position) == ("new", 33), "most of what is read has no copy anywhere"
 
 
 def test_a_deleted_chat_leaves_no_file(rigs: list[ColdRig], tmp_path: Path) -> None:
@@ -319,6 +330,8 @@ def test_what_is_fetched_ahead_is_there(rigs: list[ColdRig], tmp_path: Path) -> 
     rig.run()
     answer = rig.prefetched["ahead"]
     assert (answer.device_tokens, answer.host_tokens, answer.disk_tokens) == (33, 0, 33)
+    events = [event for event in rig.tiers.journal.take() if event.action == "promoted"]
+    assert {event.reason for event in events} == {"a chat is likely to go on"}
     assert rig.sources(follow(rig, more)) == (33, 0, 0, 4)
 
 
