@@ -81,6 +81,13 @@ def read_share(value: Any) -> Share:
     return Share(float(found[1]) / 100)
 
 
+def read_level(value: Any) -> Share:
+    """How full a tier may be: a share, and more than nothing."""
+    if not (level := read_share(value)):
+        raise ValueError("not a level")
+    return level
+
+
 def read_duration(value: Any) -> Duration:
     """A number with its unit, of seconds where it has none, or "never"; more than nothing."""
     if isinstance(value, Duration):

@@ -71,7 +71,8 @@ def budget(size: Bytes | Share | None, free: Callable[[], int]) -> int | None:
 def low_level(settings: Settings, tier: str) -> float:
     """How full a tier is once room was made in it."""
     low: Share | None = getattr(settings, f"{tier}_low")
-    return float(low) if low is not None else max(0.0, getattr(settings, f"{tier}_high") - GAPS[tier])
+    high = getattr(settings, f"{tier}_high")
+    return float(low) if low is not None else max(high - GAPS[tier], high / 2)
 
 
 def seconds(ttl: Duration) -> float | None:

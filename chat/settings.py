@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
-from chat.amounts import Bytes, Duration, Share, read_duration, read_limit, read_share, read_size
+from chat.amounts import Bytes, Duration, Share, read_duration, read_level, read_limit, read_size
 from chat.settings_errors import SettingsError, nearest, reason, shown
 
 __all__ = ["Settings", "SettingsError", "load_settings", "nearest", "trace_settings"]
@@ -33,7 +33,7 @@ NOT_SAVED = {"config", "data_dir"}  # they say where the saved values are
 Size = Annotated[Bytes | Share, PlainValidator(read_size)]
 Limit = Annotated[Bytes | None, PlainValidator(read_limit)]
 Ttl = Annotated[Duration, PlainValidator(read_duration)]
-Level = Annotated[Share, PlainValidator(read_share)]
+Level = Annotated[Share, PlainValidator(read_level)]
 
 
 class Settings(BaseSettings):

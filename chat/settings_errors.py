@@ -15,7 +15,7 @@ SIZES = "256MiB, 1.5GB"
 SIZE = f"not a size; write it like {SIZES}"
 FREE = "or 25% of what is free"
 TOO_SMALL = f"too small; the device's share cannot be turned off: write it like {SIZES} {FREE}"
-LEVEL = "not a share; write it like 90%, from 0% to 100%"
+LEVEL = "not a share; write it like 90%: more than 0%, at most 100%"
 REASONS = {  # what is wrong with a setting of a tier
     "kv": f"{SIZE} {FREE}",
     "ttl": "not a duration; write it like 90s, 30m, 12h, 30d or never",

@@ -14,6 +14,7 @@ from engine.cache.copies import copies_for
 from engine.cache.disk import BlockFiles
 from engine.cache.disk_tier import Files, Post
 from engine.cache.holders import HolderFiles
+from engine.cache.store import Stored
 from engine.cache.tiers import ColdTiers
 from engine.cache.write_budget import WriteBudget
 from engine.config import CacheConfig, EngineConfig
@@ -32,12 +33,14 @@ def open_tiers(
     """
     limits = fill_in(config.cache, config.kv_dir, on_cpu=device.type == "cpu")
     files: Files | None = None
+    old: Stored | None = None
     if config.kv_dir is not None:
         try:
-            files = _open_files(Path(config.kv_dir), limits)
+            opened = _open_files(Path(config.kv_dir), limits)
+            old = opened.blocks.set_aside()
+            files = opened
         except EngineError as error:
             log.warning("blocks are not kept on disk: %s", error)
-    old = files.blocks.set_aside() if files is not None else None
     tiers = ColdTiers(limits, files, clock=clock, wall=time.time, post=post, copies=copies_for(device))
     if old is not None:
         reason = f"{old.files} files of another format were set aside"

@@ -44,13 +44,13 @@ class ColdTiers:
     ) -> None:
         self.copies, self.copy_times = copies or DirectCopies(), CopyTimes(clock)
         self.sessions, self.journal = Sessions(), Journal(wall)
-        self.limits = limits
-        self.policy: Policy = policy_named(limits.policy)
         self.host = HostSlab(limits.host_kv or 0, locks=self.copies.page_locks())
         self.disk = DiskTier(files, clock, wall, post, self.journal)
         self.holdings = Holdings(self.sessions, self.journal, self.host, self.disk, clock)
         self.index = self.holdings.index
         self._clock = clock
+        self.limits = limits
+        self.policy = self._policy_within_limits()
         for session_id, last_used in self.disk.earlier_sessions().items():
             self.sessions.remember(session_id, last_used)
 
@@ -65,19 +65,22 @@ class ColdTiers:
         """Other limits from now on. Raises `PolicyError` for some that no tier can keep; then nothing has changed."""
         old, self.limits = self.limits, limits
         try:
-            policy = policy_named(limits.policy)
-            for tier in TIERS:
-                self.tier_limits(tier)
+            self.policy = self._policy_within_limits()
         except EngineError:
             self.limits = old
             raise
-        self.policy = policy
         if self.disk.files is not None:
             self.disk.files.writes.bytes_per_day = limits.disk_writes
         self.host.resize(limits.host_kv or 0)
         for tier in COLD:
             self.enforce(tier)
         self.host.compact()
+
+    def _policy_within_limits(self) -> Policy:
+        """The policy that the limits name. Raises `PolicyError` where no tier can keep them."""
+        for tier in TIERS:
+            self.tier_limits(tier)
+        return policy_named(self.limits.policy)
 
     @property
     def has_disk(self) -> bool:

@@ -10,6 +10,7 @@ from chat import engine_config, machine
 from chat.engine_config import cache_config
 from chat.settings import load_settings
 from engine import budgets
+from engine.cache.policy import TierLimits
 from engine.config import CacheConfig
 from engine.protocol import Start, decode_commands, encode
 
@@ -52,8 +53,15 @@ def test_what_is_set_reaches_it() -> None:
     assert (cache.device_ttl, cache.host_ttl, cache.disk_ttl) == (1800.0, None, None)
     assert (cache.host_high, cache.host_low) == (0.8, 0.6)
     assert (cache.device_high, cache.device_low) == (0.5, pytest.approx(0.45))
-    assert (cache.disk_high, cache.disk_low) == (0.04, 0.0)
+    assert (cache.disk_high, cache.disk_low) == (0.04, 0.02)
     assert (cache.policy, cache.disk_writes) == ("cost", None)
+
+
+@pytest.mark.parametrize("high", ["0.01%", "5%", "10%", "100%"])
+def test_levels_that_are_not_set_can_be_kept_whatever_is(high: str) -> None:
+    cache = configured(device_high=high, host_high=high, disk_high=high)
+    for tier in ("device", "host", "disk"):
+        TierLimits(1000, getattr(cache, f"{tier}_high"), getattr(cache, f"{tier}_low"))  # it refuses what it cannot
 
 
 def test_a_share_is_of_what_is_free_where_the_tier_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

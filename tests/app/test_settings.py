@@ -133,9 +133,9 @@ def test_what_is_not_a_duration_is_named(text: object) -> None:
     assert complaint({"host_ttl": text}) == f"host_ttl = {text!r} {expected}"
 
 
-@pytest.mark.parametrize("text", ["90", "0.9", "101%", "-5%", "high", ""])
+@pytest.mark.parametrize("text", ["90", "0.9", "101%", "-5%", "0%", "0.0%", "high", ""])
 def test_what_is_not_a_share_is_named(text: str) -> None:
-    expected = "(from --host-high): not a share; write it like 90%, from 0% to 100%"
+    expected = "(from --host-high): not a share; write it like 90%: more than 0%, at most 100%"
     assert complaint({"host_high": text}) == f"host_high = {text!r} {expected}"
 
 
