@@ -14,6 +14,7 @@ import torch
 
 from engine import opening, served
 from engine.batch import Batch, Row
+from engine.cache import restores
 from engine.cache.copies import DirectCopies
 from engine.cache.pool import KVPool
 from engine.model.runner import ModelRunner
@@ -91,7 +92,10 @@ def test_a_block_goes_from_host_to_disk_as_soon_as_it_has_come_there(rigs: list[
     assert rig.sources(follow(rig, more)) == (0, 0, 33, 4)
 
 
-def test_a_buffer_is_not_read_into_while_it_is_copied_from(rigs: list[ColdRig], tmp_path: Path) -> None:
+def test_a_buffer_is_not_read_into_while_it_is_copied_from(
+    rigs: list[ColdRig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restores, "COPY_UNHURRIED", 8)  # so that some are read while others are copied
     rigs.append(rig := ColdRig(tmp_path, blocks=120, late=True))
     _, more = turn(rig, LONG)  # 20 blocks, of which 16 are read ahead
     rig.save()

@@ -18,6 +18,7 @@ def test_a_chain_that_is_larger_than_the_disk_is_written_once(rigs: list[ColdRig
     follow(rig, PROMPT)
     for _ in range(100):
         more = rig.residency.saver.save()
+        assert rig.tiers.disk.bytes <= 4 * 8192, "what is being written counts"
         if not more and not rig.tiers.disk.saving and not rig.residency.saver.unsaved:
             break
         rig.settle()
