@@ -24,6 +24,7 @@ from engine.room import free_disk, free_memory
 from engine.words import size
 from storage import DatabaseDamaged, StorageError, inspect_database
 
+LITTLE_TIER = 2**20  # bytes; a block of 32 tokens takes 0.7 MiB with the smallest of models
 LITTLE_DISK = 2**30  # bytes
 PATIENCE_S = 2.0
 ANOTHER = "choose another with --data-dir"
@@ -72,6 +73,12 @@ def cold_tiers(given: Settings, *, on_cpu: bool) -> Iterator[Finding]:
         if most > room:
             fix = f"--{tier}-kv {room // 2**21}MiB or less"
             yield Finding("warn", f"{tier} tier", f"up to {size(most)}, and {size(room)} are free", fix)
+        elif 0 < most < LITTLE_TIER:
+            detail = f"up to {size(most)}, in which hardly a block has room"
+            yield Finding("warn", f"{tier} tier", detail, f"--{tier}-kv 256MiB, or 0 to do without")
+        elif most and tier == "disk" and given.disk_writes == 0:
+            detail = f"up to {size(most)}, and nothing may be written to it: no chat survives a restart there"
+            yield Finding("warn", "disk tier", detail, "raise --disk-writes, or --disk-kv 0 to do without")
         elif most:
             yield ok(f"{tier} tier", f"up to {size(most)} of the {size(room)} that are free{by_default}")
         else:

@@ -16,7 +16,7 @@ import pytest
 from chat import doctor_data, engine_config
 from chat.doctor_data import cold_tiers, data_directory, database, port, server, settings
 from chat.instance import Running
-from chat.settings import Settings
+from chat.settings import Settings, load_settings
 from engine import budgets
 from storage import Store
 from storage.database import FILE_NAME
@@ -52,6 +52,37 @@ def test_the_cold_tiers_are_told_and_held_against_what_is_free(tmp_path: Path, m
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "detail", "fix"),
+    [
+        (
+            {"host_kv": "512"},
+            "host tier",
+            "up to 512 bytes, in which hardly a block has room",
+            "--host-kv 256MiB, or 0 to do without",
+        ),
+        (
+            {"disk_kv": "600KiB"},
+            "disk tier",
+            "up to 600 KiB, in which hardly a block has room",
+            "--disk-kv 256MiB, or 0 to do without",
+        ),
+        (
+            {"disk_kv": "64MiB", "disk_writes": "0"},
+            "disk tier",
+            "up to 64 MiB, and nothing may be written to it: no chat survives a restart there",
+            "raise --disk-writes, or --disk-kv 0 to do without",
+        ),
+    ],
+)
+def test_tiers_that_can_keep_nothing_are_warned_of(
+    tmp_path: Path, flags: dict[str, str], what: str, detail: str, fix: str
+) -> None:
+    given = load_settings({"data_dir": str(tmp_path), **flags})
+    findings = {found.what: found for found in cold_tiers(given, on_cpu=True)}
+    assert (findings[what].level, findings[what].detail, findings[what].fix) == ("warn", detail, fix)
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
