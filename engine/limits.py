@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from engine.protocol import RejectCode, Submit
 
 MAX_SAMPLES = 128
+RAISE_IT, CLOSE_OTHERS = "raise device_kv", "close other programs"  # what helps where a pool is too small
 # What keeps the scores of any model finite; beyond it a draw would be arbitrary.
 SAMPLING = {
     "temperature": (0.0, 100.0),
@@ -23,7 +24,8 @@ SAMPLING = {
 class Limits:
     """What the model and the pool can hold, in tokens and blocks.
 
-    The pool has `total_blocks` now, and at most `most_blocks` when other models give way.
+    The pool has `total_blocks` now, and at most `most_blocks` when other models give way; `remedy` says how it may
+    become larger.
     """
 
     context_length: int
@@ -31,6 +33,7 @@ class Limits:
     block_size: int
     total_blocks: int
     most_blocks: int
+    remedy: str = RAISE_IT
 
     def max_tokens(self, submit: Submit) -> int:
         """How long a reply may get: what was asked for, and no longer than the context."""
@@ -70,7 +73,7 @@ class Limits:
         if blocks > most:
             return "never_fits", (
                 f"the prompt has {length} tokens and needs {blocks} blocks; the pool holds {most} "
-                f"({most * self.block_size} tokens). Shorten the prompt or raise device_kv"
+                f"({most * self.block_size} tokens). Shorten the prompt or {self.remedy}"
             )
         return None
 

@@ -60,6 +60,7 @@ class Residents:
         self._models: dict[str, ServedModel] = {}  # the one used last at the end
         self._found: dict[str, Found] = {}  # where the weights of each are read again
         self._auto_budget = 0
+        self._short: set[str] = set()  # whose pools there was no memory to change; the log has said so
         self._first = ""
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -132,17 +133,36 @@ class Residents:
             raise EngineError(
                 f"device_kv of {size(wanted)} is too small now, {size(least)} are in use: wait, or raise it"
             )
-        self.tiers.configure(limits)
-        self._cache = limits
+        last = models[-1]
+        old, self._cache = self._cache, limits
+        try:
+            share = self._shares(last, last.needed_bytes)[1]
+            if share > last.pool_bytes and not _has_memory(last.loaded.device, share):
+                raise no_room_for_pool(last.loaded.device, wanted)
+            self.tiers.configure(limits)
+        except EngineError:
+            self._cache = old
+            raise
         for served in models:
             served.allow(self.budget)
-        last = models[-1]
-        self._resize(last, self._take_back(last, last.needed_bytes))
+        self._give(last)
 
     def settle(self, served: ServedModel) -> None:
         """Give `served` what the others can spare now; where memory is short, it goes on with what it has."""
-        if self._shares(served, served.needed_bytes)[1] - served.pool_bytes >= served.measures.block_bytes:
-            self._resize(served, self._take_back(served, served.needed_bytes))
+        self._give(served, only_more=True)
+
+    def _give(self, served: ServedModel, *, only_more: bool = False) -> None:
+        """Have its pool be its share. Where there is no memory for that, the pool as it is bounds its requests.
+
+        It does so until this is tried again, at the next request; while others run, there may be memory when they end.
+        """
+        needed, block = served.needed_bytes, served.measures.block_bytes
+        share = self._shares(served, needed)[1]
+        if share - served.pool_bytes >= block or not only_more:
+            self._resize(served, self._take_back(served, needed))
+        short = share - served.pool_bytes >= block
+        others_run = any(other.holding.leased_bytes for other in self if other is not served)
+        served.allow(self.budget, short=short and not others_run)
 
     def _shares(self, active: ServedModel | None, needed: int) -> tuple[list[tuple[ServedModel, int]], int]:
         """What all but `active` keep, in bytes, when it has `needed` itself, and what is then left for it."""
@@ -158,12 +178,19 @@ class Residents:
         return self.budget - sum(other.pool_bytes for other, _ in shares)
 
     def _resize(self, served: ServedModel, size: int) -> None:
+        """Another size of its pool; where there is no memory for it, the log says so once, and it stays as it is."""
         try:
+            if size > served.pool_bytes and served.loaded.device.type == "cpu":  # no allocation fails there in time
+                memory.require(served.loaded.device, size)
             served.resize(size // served.measures.block_bytes)
         except (MemoryError, RuntimeError) as error:
             if not lacks_memory(error):
                 raise
-            log.warning("the cache of %s stays as it is: %s", served.loaded.prepared.name, error)
+            if served.fingerprint not in self._short:
+                log.warning("the cache of %s stays as it is: %s", served.loaded.prepared.name, error)
+            self._short.add(served.fingerprint)
+        else:
+            self._short.discard(served.fingerprint)
 
     def _same(self, found: Found) -> ServedModel | None:
         """The served model of these very files, whose contents are as they were: they need not be read to know it."""
@@ -245,6 +272,13 @@ def release_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def _has_memory(device: torch.device, needed: int) -> bool:
+    """Whether so many bytes can be had, also of what nobody holds any more."""
+    if memory.available(device) < needed:
+        release_memory(device)
+    return memory.available(device) >= needed
 
 
 def _name(dtype: torch.dtype) -> str:

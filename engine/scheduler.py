@@ -17,7 +17,7 @@ from engine.batch import Batch, Row
 from engine.cache.block import Lease
 from engine.cache.laws import violations
 from engine.cache.manager import BlockManager
-from engine.limits import Limits
+from engine.limits import RAISE_IT, Limits
 from engine.lines import Lines
 from engine.protocol import Event, FinishReason, Prefetch, RejectCode, Rejected, Submit, Tokens
 from engine.restoring import Restoring
@@ -107,9 +107,13 @@ class Scheduler:
         """Why `submit` would refuse any prompt of so many tokens; None: it would not."""
         return self._limits.too_much(length)
 
-    def allow(self, blocks: int) -> None:
-        """The pool may come to have so many blocks: a request that needs no more can wait for them."""
-        self._limits = replace(self._limits, most_blocks=blocks)
+    def allow(self, blocks: int, remedy: str = RAISE_IT) -> None:
+        """The pool may come to have so many blocks: a request that needs no more can wait for them, others cannot.
+
+        `remedy` is what people can do about it.
+        """
+        self._limits = replace(self._limits, most_blocks=blocks, remedy=remedy)
+        self._refuse_what_never_fits()
 
     @property
     def needed_blocks(self) -> int:
@@ -134,6 +138,9 @@ class Scheduler:
         move(blocks, moved)
         self._manager.renumber(blocks, moved)
         self._limits = replace(self._limits, total_blocks=blocks)
+        self._refuse_what_never_fits()
+
+    def _refuse_what_never_fits(self) -> None:
         for sequence in [s for s in self._lines.waiting if not s.reply_ids and s.request.samples[0] is s]:
             if (refusal := self._limits.refusal(sequence.request.submit)) is not None:
                 self._reject(sequence.request, *refusal)

@@ -26,6 +26,7 @@ from engine.cache.residency import Residency
 from engine.cache.tiers import ColdTiers
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
+from engine.limits import CLOSE_OTHERS, RAISE_IT
 from engine.model import loading, selfcheck
 from engine.model.attention import KERNEL
 from engine.model.loading import LoadedModel
@@ -36,6 +37,7 @@ from engine.scheduler import Scheduler
 from engine.shares import Holding
 
 MIN_BLOCKS = 2
+COUNTED = ("total_blocks", "free_blocks", "leased_blocks", "idle_blocks")
 WARM_UP_TOKENS = 64
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 
@@ -97,8 +99,7 @@ class ServedModel:
             clock=clock,
             below=self.residency,
         )
-        self.residency.manager = manager
-        self._manager = manager
+        self._manager = self.residency.manager = manager
         self.most_blocks = blocks
         self.scheduler = Scheduler(
             manager,
@@ -156,14 +157,13 @@ class ServedModel:
 
     def usage(self) -> ModelUsage:
         """Where its memory is and what it does now."""
-        counts = self._manager.counts()
         return ModelUsage(
             name=self.loaded.prepared.name,
             fingerprint=self.fingerprint,
             weights_loaded=self.has_weights,
             weight_bytes=self.measures.weight_bytes,
             block_bytes=self.measures.block_bytes,
-            **{name: counts[name] for name in ("total_blocks", "free_blocks", "leased_blocks", "idle_blocks")},
+            **{name: number for name, number in self._manager.counts().items() if name in COUNTED},
         )
 
     # --- weights and room -------------------------------------------------------------------------------------------
@@ -183,10 +183,11 @@ class ServedModel:
         self.loaded = loaded
         self.runner.module = loaded.module
 
-    def allow(self, budget: int) -> None:
-        """All models' pools may have `budget` bytes together: no more than that can ever be this one's."""
+    def allow(self, budget: int, *, short: bool = False) -> None:
+        """All models may have `budget` bytes together; `short`: there is no memory for more than its pool has now."""
         self.most_blocks = budget // self.measures.block_bytes
-        self.scheduler.allow(self.most_blocks)
+        most, remedy = (self._manager.total_blocks, CLOSE_OTHERS) if short else (self.most_blocks, RAISE_IT)
+        self.scheduler.allow(most, remedy)
 
     def resize(self, blocks: int) -> None:
         """Another size of the pool, with what is in it as far as that fits. Raises what torch raises for memory."""
@@ -292,8 +293,7 @@ def _make_pool(loaded: LoadedModel, shape: selfcheck.KVShape, blocks: int, block
     try:
         return shape.pool(blocks, block_size, loaded.dtype, loaded.device)
     except (MemoryError, RuntimeError) as error:  # torch's out of memory is a RuntimeError
-        size = shape.bytes_per_token(loaded.dtype) * block_size * blocks
-        raise no_room_for_pool(loaded.device, size) from error
+        raise no_room_for_pool(loaded.device, shape.bytes_per_token(loaded.dtype) * block_size * blocks) from error
 
 
 def no_room_for_pool(device: torch.device, size: int) -> ModelLoadError:

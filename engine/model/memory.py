@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.room import free_memory
+from engine.words import size
 
 
 def available(device: torch.device) -> int:
@@ -13,3 +14,9 @@ def available(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     return free_memory()
+
+
+def require(device: torch.device, needed: int) -> None:
+    """Raise `MemoryError` where so many bytes cannot be taken on `device` now."""
+    if (free := available(device)) < needed:
+        raise MemoryError(f"{device} has no {size(needed)}, {size(free)} are free")

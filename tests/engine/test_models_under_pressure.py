@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.cache.pool import KVPool
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable, ModelLoadError
 from engine.model import memory
@@ -37,6 +39,10 @@ async def client(tiny_model: Path, tmp_path: Path) -> AsyncIterator[EngineClient
 
 def reasons(ends: list[Any]) -> list[str]:
     return [end.code if isinstance(end, Rejected) else f"{end.reason} {end.detail}".strip() for end in ends]
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
 
 @pytest.fixture
@@ -197,13 +203,63 @@ async def test_a_cache_that_the_memory_cannot_hold_is_refused_before_it_fills(
 async def test_no_memory_to_change_a_pool_harms_nobody(
     client: EngineClient, other_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.cache.pool import KVPool
-
-    def no_memory(*_: Any) -> None:
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-
     monkeypatch.setattr(KVPool, "resize", no_memory)
     with pytest.raises(ModelLoadError, match="no room in the cache"):
         await client.load(str(other_model), dtype="float32")
     tokens, _ = await collect(client, ask(None, PROMPT))
     assert len(tokens) == 8
+
+
+async def test_a_larger_cache_that_the_memory_cannot_hold_is_refused_while_it_runs(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = client.config.cache
+    monkeypatch.setattr(memory, "available", lambda device: 2 * 2**30)
+    answer = await client.configure(msgspec.structs.replace(before, device_kv=300 * 2**30))
+    assert answer.message == "cpu has no 300 GiB for the KV pool: choose a smaller device_kv"
+    assert (answer.cache.device_kv, client.config.cache) == (SMALL, before)
+    snapshot = await client.snapshot()
+    assert (snapshot.budget_bytes, snapshot.pool_bytes) == (SMALL, SMALL)
+    monkeypatch.setattr(memory, "available", lambda device: 2 * SMALL)
+    assert (await client.configure(msgspec.structs.replace(before, device_kv=2 * SMALL))).message == ""
+    assert (await client.snapshot()).pool_bytes == 2 * SMALL
+
+
+@pytest.mark.parametrize("how", ["torch says so", "nothing says so in time"])
+async def test_a_pool_that_cannot_grow_bounds_its_requests_and_is_told_of_once(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """The memory is there when it is asked for, and gone when it is to be taken."""
+    small = msgspec.structs.replace(client.config.cache, device_kv=SMALL // 2)
+    assert (await client.configure(small)).message == ""
+    with monkeypatch.context() as patch:
+        if how == "torch says so":
+            patch.setattr(KVPool, "resize", no_memory)
+        else:
+            patch.setattr(memory, "require", no_memory)
+        await client.configure(msgspec.structs.replace(small, device_kv=SMALL))
+        asked = [ask(None, [5] * 900, "large", 4), ask(None, PROMPT, "small", 4)]
+        results = await asyncio.wait_for(asyncio.gather(*(collect(client, request) for request in asked)), 20)
+        assert [reasons(ends) for _, ends in results] == [["never_fits"], ["length"]]
+        assert results[0][1][0].message == (
+            "the prompt has 900 tokens and needs 29 blocks; the pool holds 16 (512 tokens). Shorten the prompt or "
+            "close other programs"
+        )
+        tokens, (end,) = await asyncio.wait_for(collect(client, ask(None, PROMPT, "long", 900)), 60)
+        assert (end.reason, end.detail) == ("length", "the pool of 16 blocks (512 tokens) is full")
+        assert len([record for record in caplog.records if "stays as it is" in record.message]) == 1
+    tokens, ends = await collect(client, ask(None, [5] * 900, "large", 4))
+    assert (reasons(ends), len(tokens)) == (["length"], 4), "once there is memory again"
+
+
+async def test_what_waits_for_a_larger_pool_is_refused_when_it_cannot_grow(
+    client: EngineClient, other_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another model runs, its end may make room; it is refused after that."""
+    await collect(client, ask(None, [7] * 20, "c", 40))  # two blocks, which it keeps
+    other = await client.load(str(other_model), dtype="float32")
+    await collect(client, ask(other, [3] * 100, "b", 4))
+    monkeypatch.setattr(KVPool, "resize", no_memory)
+    asked = [ask(other, [3] * 50, "b", 60), ask(None, [5] * 900, "a", 4), ask(None, [7] * 20, "c", 4)]
+    results = await asyncio.wait_for(asyncio.gather(*(collect(client, request) for request in asked)), 60)
+    assert [reasons(ends) for _, ends in results] == [["length"], ["never_fits"], ["length"]]

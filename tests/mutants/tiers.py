@@ -9,8 +9,10 @@ FILE = "engine/cache/block_file.py"
 COLD = "engine/cache/cold.py"
 DISK = "engine/cache/disk_tier.py"
 EARLIER = "engine/cache/earlier.py"
+HOLDERS = "engine/cache/holders.py"
 HOLDINGS = "engine/cache/holdings.py"
 POLICY = "engine/cache/policy.py"
+RESIDENTS = "engine/residents.py"
 RESIDENCY = "engine/cache/residency.py"
 RESTORES = "engine/cache/restores.py"
 SAVER = "engine/cache/saver.py"
@@ -23,6 +25,8 @@ BELOW = tuple(f"tests/engine/test_{part}.py" for part in ("tiers", "tiers_truth"
 RACES = tuple(f"tests/engine/test_{part}_race.py" for part in ("copy", "host"))
 POLICIES = ("tests/engine/cache/test_policy.py",)
 FAULTS = ("tests/engine/cache/test_disk_faults.py",)
+PRESSURE = ("tests/engine/test_models_under_pressure.py",)
+RECORDS = ("tests/engine/test_disk_records.py",)
 OTHERS = ("tests/engine/test_invalidation.py",)
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -174,6 +178,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "restore.pieces.popleft())\n",
         BELOW,
     ),
+    Mutant("give up a chat whose writes failed", SAVER, "if self._tiers.disk.paused:", "if False:", RECORDS),
+    Mutant(
+        "never begin again what could not be written",
+        SAVER,
+        "                self._begun.clear()\n                for",
+        "                for",
+        RECORDS,
+    ),
     Mutant("write what had to go again and again", SAVER, "if key in self._begun:", "if False:", BELOW),
     # --- who holds what
     Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
@@ -184,7 +196,18 @@ MUTANTS: tuple[Mutant, ...] = (
         "self.index.add(cold)",
         BELOW,
     ),
-    Mutant("leave what only a header names unnoted", EARLIER, "earlier.unnoted |= whose.keys()", "pass", BELOW),
+    Mutant("leave what only a header names unnoted", EARLIER, "earlier.unnoted |= whose.keys()", "pass", RECORDS),
+    Mutant(
+        "believe headers that name a deleted chat",
+        EARLIER,
+        "filter(records.lives, stored.header.holders)",
+        "stored.header.holders",
+        RECORDS,
+    ),
+    Mutant("leave on disk what is nobody's", DISK, "self._unheld = self.earlier.drop_unheld()", "pass", RECORDS),
+    Mutant("take a damaged record for a deleted chat", HOLDERS, "self._removed.add(path.name)", "pass", RECORDS),
+    Mutant("name a chat in a file without a record", DISK, "self.clerk.introduce(header.holders)", "pass", RECORDS),
+    Mutant("note only once what could not be noted", HOLDINGS, "self._owed.add(session_id)", "pass", RECORDS),
     Mutant(
         "note nobody as a holder on disk",
         SAVER,
@@ -265,5 +288,22 @@ MUTANTS: tuple[Mutant, ...] = (
         'if move.to == "disk" and not self.copy_down(cold) and',
         "if False and",
         BELOW,
+    ),
+    # --- memory
+    Mutant(
+        "promise a pool that the memory cannot hold",
+        RESIDENTS,
+        "if share > last.pool_bytes and not _has_memory(",
+        "if False and not _has_memory(",
+        PRESSURE,
+    ),
+    Mutant("take memory that is not there", RESIDENTS, "memory.require(served.loaded.device, size)", "pass", PRESSURE),
+    Mutant("wait for a pool that cannot grow", RESIDENTS, "short=short and not others_run)", "short=False)", PRESSURE),
+    Mutant(
+        "say for ever that there is no memory",
+        RESIDENTS,
+        "if served.fingerprint not in self._short:",
+        "if True:",
+        PRESSURE,
     ),
 )
