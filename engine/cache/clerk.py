@@ -23,7 +23,8 @@ class Clerk:
     def __init__(self, blocks: BlockFiles, holders: HolderFiles, post: Callable[[Callable[[], None]], None]) -> None:
         self.keys: set[bytes] = set()
         self.bytes = 0
-        self._undeleted: set[bytes] = set()  # touched by the thread alone
+        self._undeleted: set[bytes] = set()  # touched by the thread alone, as the next
+        self._introduced: set[str] = set()
         self._blocks, self._holders, self._post = blocks, holders, post
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(1, thread_name_prefix="disk-tier-records")
 
@@ -68,8 +69,23 @@ class Clerk:
 
         self._do(work)
 
-    def note(self, record: SessionRecord) -> None:
-        """Write down what a session holds."""
+    def introduce(self, session_ids: list[str]) -> None:
+        """A block's file is about to name these sessions: without any record of them it would be nobody's."""
+
+        def work() -> None:
+            for session_id in session_ids:
+                if session_id in self._introduced:
+                    continue
+                try:
+                    self._holders.introduce(session_id)
+                    self._introduced.add(session_id)
+                except EngineError as error:  # what it holds is noted later, and that is tried again
+                    log.warning("a chat on disk could not be noted: %s", error)
+
+        self._do(work)
+
+    def note(self, record: SessionRecord, failed: Callable[[], None]) -> None:
+        """Write down what a session holds; `failed` is called where that was not possible."""
 
         def work() -> None:
             try:
@@ -77,6 +93,7 @@ class Clerk:
                 self._blocks.sync()
             except EngineError as error:
                 log.warning("what a chat holds on disk could not be noted: %s", error)
+                self._post(failed)
 
         self._do(work)
 
@@ -88,6 +105,7 @@ class Clerk:
 
         def work() -> None:
             whole = not keys & self._undeleted
+            self._introduced.discard(session_id)
             try:
                 if whole:
                     self._holders.delete(session_id)

@@ -55,12 +55,15 @@ class DiskTier:
         self.clerk = Clerk(files.blocks, files.holders, post) if files is not None else None
         self._space = DiskSpace(files.blocks.root if files is not None else None, clock, journal)
         self.on_removal: Callable[[], None] = lambda: None  # has `leave_missing` called
+        self.on_unnoted: Callable[[str], None] = lambda _: None  # what a session holds could not be written down
         self.earlier: Earlier | None = None
         self._old_bytes = self.bytes = 0
+        self._unheld: set[bytes] = set()  # keys of files that were nobody's at the start, and whose cannot be told
         if files is not None:
-            self.earlier = Earlier.found(files.blocks, files.holders.load_all(), wall(), self._unlink)
+            self.earlier = Earlier.found(files.blocks, files.holders, wall(), self._unlink)
             self._old_bytes = files.blocks.old_usage().bytes
             self.bytes = self.earlier.size + self._old_bytes
+            self._unheld = self.earlier.drop_unheld()
         self.saving = self.loading = 0  # blocks on their way
         self._writing: dict[bytes, int] = {}  # bytes by key; one file of a key at a time, also of a deleted chat's
         self._landed: set[bytes] = set()  # those of them whose file is there, which a worker says at once
@@ -68,12 +71,17 @@ class DiskTier:
         self._clock, self._wall, self._post = clock, wall, post
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="disk-tier")
         for session_id in self.earlier.unnoted if self.earlier is not None else ():
-            self.note(session_id, clock(), [])  # or a header would go on to name one that is deleted
+            self.note(session_id, clock(), [])  # of some there is no more than a damaged record
 
     @property
     def deleting(self) -> set[bytes]:
         """The keys whose files are about to go."""
         return self.clerk.keys if self.clerk is not None else set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether a write failed so lately that none is tried."""
+        return self._space.paused
 
     @property
     def busy(self) -> bool:
@@ -124,14 +132,14 @@ class DiskTier:
 
     def accepts(self, size: int) -> bool:
         """Whether a block of so many bytes could be written now; there may be no room for it all the same."""
-        return self.files is not None and not self._space.paused and self.files.writes.allows(size)
+        return self.files is not None and not self.paused and self.files.writes.allows(size)
 
     def write(self, cold: ColdBlock, fill: Fill, done: Callable[[EngineError | None], None]) -> bool:
         """Begin to write what `fill` copies; `done` is told how it ended. False: not now."""
         size = cold.space.codec.size
         if cold.key in self.deleting or cold.key in self._writing or not self.accepts(size):
             return False
-        if self.files is None or (slot := self.staging.take(size)) is None:
+        if self.files is None or self.clerk is None or (slot := self.staging.take(size)) is None:
             return False
         try:
             copied = fill(slot)
@@ -145,6 +153,7 @@ class DiskTier:
         self.saving += 1
         self.bytes += file_bytes(size)  # counted before it is there
         header, image, files, space = header_of(cold), slot.memory, self.files, self._space
+        self.clerk.introduce(header.holders)
 
         def work() -> None:
             result: int | Exception
@@ -277,18 +286,19 @@ class DiskTier:
             if cold.disk or cold.writing:  # a file names those who held it when it was begun
                 keys.setdefault(cold.space.fingerprint, []).append(cold.key)
         used_at = self._wall() - max(0.0, self._clock() - last_used)
-        self.clerk.note(SessionRecord(session_id=session_id, used_at=used_at, keys=keys))
+        record = SessionRecord(session_id=session_id, used_at=used_at, keys=keys)
+        self.clerk.note(record, lambda: self.on_unnoted(session_id))
 
     def forget(self, session_id: str, keys: set[bytes], done: Callable[[bool], None]) -> None:
         """Delete what is written down of a session, and files of other formats, which may be its own.
 
         `keys` are those of its blocks that were to be deleted just now. `done` is told, when all of that has ended,
-        whether nothing is left of it.
+        whether nothing is left of it, nor of what was nobody's and may have been its own.
         """
         if self.clerk is None or self.earlier is None:
             done(True)
             return
-        keys |= self.earlier.drop(session_id)
+        keys |= self.earlier.drop(session_id) | self._unheld
         self._discard_old()
         self.clerk.forget(session_id, keys, done)
 

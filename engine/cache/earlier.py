@@ -5,11 +5,11 @@ Their headers and the sessions' records say all that is known of them. The one o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.cache.disk import BlockFiles
-from engine.cache.holders import SessionRecord
+from engine.cache.holders import HolderFiles
 from engine.cache.store import StoredBlock
 
 Stays = Callable[[set[str]], bool]
@@ -38,15 +38,15 @@ class Earlier:
     unnoted: set[str] = field(default_factory=set)
 
     @classmethod
-    def found(cls, files: BlockFiles, records: Iterable[SessionRecord], now: float, delete: Delete) -> Earlier:
+    def found(cls, files: BlockFiles, records: HolderFiles, now: float, delete: Delete) -> Earlier:
         """Read what is there; `now` is Unix time.
 
-        A record says who holds a block. The block's own header does where no record names it: then its session was
-        about to be noted when the engine ended.
+        A record says who holds a block. Where none names it, those of its own header do that live: they were about to
+        be noted when the engine ended. Others were deleted.
         """
         earlier = cls(delete)
         holders: dict[bytes, dict[str, float]] = {}
-        for record in records:
+        for record in records.load_all():
             earlier.sessions[record.session_id] = record.used_at
             for keys in record.keys.values():
                 for key in keys:
@@ -56,7 +56,7 @@ class Earlier:
             for stored in files.scan(fingerprint):
                 whose = holders.get(stored.header.key)
                 if whose is None:
-                    whose = dict.fromkeys(stored.header.holders, now)
+                    whose = dict.fromkeys(filter(records.lives, stored.header.holders), now)
                     earlier.unnoted |= whose.keys()
                     earlier.sessions |= whose
                 used_at = max(whose.values(), default=now)
@@ -90,6 +90,15 @@ class Earlier:
                 if not block.holders:
                     self._delete(fingerprint, key)
                     gone.add(key)
+        return gone
+
+    def drop_unheld(self) -> set[bytes]:
+        """Delete what nobody holds, since nobody could ever have it deleted; the keys of that."""
+        gone = set()
+        for fingerprint, blocks in self.models.items():
+            for key in [key for key, block in blocks.items() if not block.holders]:
+                self._delete(fingerprint, key)
+                gone.add(key)
         return gone
 
     def expire(self, before: float, stays: Stays) -> int:

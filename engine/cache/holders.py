@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -39,13 +40,15 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class HolderFiles:
     """`root/sessions/<digest of the session's id>.msgpack`, so that no id becomes a path.
 
-    One owner at a time; any of its threads may call. `damaged` counts the records removed because they could not be
-    read. Raises `DiskUnusable` at the start; later errors are of one session each.
+    A session lives as long as its record is there: what the headers of blocks say of others counts for nothing, and
+    so nothing brings a deleted one back. One owner at a time; any of its threads may call. `damaged` counts the records
+    removed because they could not be read. Raises `DiskUnusable` at the start; later errors are of one session each.
     """
 
     def __init__(self, root: Path) -> None:
         self.damaged = 0
         self._root, self._folder = root, root / "sessions"
+        self._removed: set[str] = set()  # names of damaged records: their sessions live
         self._lock = threading.Lock()  # so that nothing brings back what was deleted meanwhile
         with opening(root):
             private_folder(self._folder)
@@ -56,12 +59,28 @@ class HolderFiles:
 
     def save(self, record: SessionRecord) -> None:
         """Replace what is known of a session. Raises `DiskFull` or `BlockWriteFailed`; then nothing has changed."""
-        path = self._path(record.session_id)
+        with self._lock:
+            self._save(record)
+
+    def introduce(self, session_id: str) -> None:
+        """Note that a session is there, if nothing is known of it. Raises what `save` raises."""
+        path = self._path(session_id)
         with self._lock, writing(path):
+            if not path.exists():
+                self._save(SessionRecord(session_id=session_id, used_at=0.0))
+
+    def _save(self, record: SessionRecord) -> None:
+        path = self._path(record.session_id)
+        with writing(path):
             if not self._folder.is_dir():  # a person may remove all of it at any time
                 self._root.mkdir(mode=0o700, exist_ok=True)
                 private_folder(self._folder)
             write_record(path, record)
+
+    def lives(self, session_id: str) -> bool:
+        """Whether a record of it is there, or was and had to be removed because it was damaged."""
+        with self._lock:
+            return _name(session_id) in self._removed or os.path.lexists(self._path(session_id))
 
     def touch(self, session_id: str, used_at: float) -> bool:
         """Note a use; False where nothing is known of the session. Raises what `save` raises."""
@@ -81,12 +100,13 @@ class HolderFiles:
         """Forget a session, safe from a loss of power; missing is fine. Raises `BlockWriteFailed` when it is not."""
         path = self._path(session_id)
         with self._lock, writing(path, "delete"):
+            self._removed.discard(path.name)
             remove(path)
             with contextlib.suppress(FileNotFoundError):
                 sync_folder(self._folder)
 
     def load_all(self) -> list[SessionRecord]:
-        """Every session's record; damaged ones are removed, and their blocks are then nobody's. Does not raise."""
+        """Every session's record; damaged ones are removed, and only headers name their blocks. Does not raise."""
         found = []
         with self._lock:
             for path in sorted(self._folder.glob(f"*{SUFFIX}")):
@@ -101,6 +121,7 @@ class HolderFiles:
     def _discard(self, path: Path, error: Exception) -> None:
         log.warning("the record %s is removed: %s", path.name, error)
         self.damaged += 1
+        self._removed.add(path.name)
         try:
             remove(path)
         except OSError as failed:

@@ -19,6 +19,7 @@ from engine.words import size as in_words
 log = logging.getLogger(__name__)
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+NOTE_AGAIN_S = 60.0  # after what a session holds could not be written down
 COLD: tuple[Tier, ...] = ("host", "disk")
 WISHED = "a person wished it"
 GOES_ON, AHEAD = "a chat goes on", "a chat is likely to go on"
@@ -48,7 +49,10 @@ class Holdings:
         self.index = ColdIndex()
         self._sessions, self._journal, self._host, self._disk, self._clock = sessions, journal, host, disk, clock
         self._unnoted: set[str] = set()  # sessions that hold more, or less, than is written down
+        self._owed: set[str] = set()  # those of whom that could not be written down
+        self._note_from = 0.0  # when it is tried again
         disk.on_removal = self.leave_missing
+        disk.on_unnoted = self._owe
 
     # --- who holds what -----------------------------------------------------------------------------------------------
 
@@ -68,16 +72,35 @@ class Holdings:
         """Have written down what a session holds on disk."""
         use = self._sessions.get(session_id)
         self._unnoted.discard(session_id)
+        self._owed.discard(session_id)
         if use is not None:
             self._disk.note(session_id, use.last_used, self.index.held_by(session_id))
+
+    def note_changes(self, session_id: str) -> None:
+        """The same, if that is not what was written down last."""
+        if session_id in self._unnoted:
+            self.note(session_id)
+
+    def _owe(self, session_id: str) -> None:
+        if self._sessions.get(session_id) is not None:  # it may have been deleted meanwhile
+            self._owed.add(session_id)
+            self._note_from = self._clock() + NOTE_AGAIN_S
+
+    def note_owed(self, *, now: bool = False) -> None:
+        """Try again to have written down what could not be, after a while or `now`."""
+        if self._owed and (now or self._clock() >= self._note_from):
+            for session_id in list(self._owed):
+                self.note(session_id)
 
     def drop(self, session_id: str) -> Leaving:
         """Forget a session, and what only it holds."""
         leaving = Leaving()
         held = self.index.held_by(session_id)
-        for other in {holder for cold in held for holder in cold.holders} & self._unnoted - {session_id}:
+        unnoted = self._unnoted | self._owed
+        for other in {holder for cold in held for holder in cold.holders} & unnoted - {session_id}:
             self.note(other)  # or nothing would say after a restart that it holds what the two share
         self._unnoted.discard(session_id)
+        self._owed.discard(session_id)
         for cold in held:
             if cold.holders == {session_id}:
                 leaving.blocks += 1

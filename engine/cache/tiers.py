@@ -123,6 +123,7 @@ class ColdTiers:
     def settle(self) -> None:
         """Let go what is above a limit: it was in use, or pinned, when that fell, or others have filled the disk."""
         self.disk.look_for_removal()
+        self.holdings.note_owed()
         for tier in COLD:
             if not self.tier_limits(tier).fits(self.used(tier)):
                 self.enforce(tier)
@@ -299,4 +300,5 @@ class ColdTiers:
 
     def close(self) -> None:
         """Let the copies that were begun end."""
+        self.holdings.note_owed(now=True)
         self.disk.close()

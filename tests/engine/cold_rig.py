@@ -153,9 +153,10 @@ class ColdRig(Rig):
         self.posted.get(timeout=10)()
 
     def save(self) -> None:
-        """Write all that the last turns left behind."""
-        while self.residency.saver.save() or self.tiers.disk.saving or self.residency.saver.unsaved:
-            if self.tiers.disk.busy:
+        """Write all that the last turns left behind, or what can be where writes fail."""
+        saver, disk = self.residency.saver, self.tiers.disk
+        while saver.save() or disk.saving or (saver.unsaved and disk.busy):
+            if disk.busy:
                 self.note_an_end()
         self.check()
 

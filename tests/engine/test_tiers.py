@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cache.holders import HolderFiles
 from engine.protocol import Miss, Prefetch
 from tests.engine.cold_rig import ColdRig
 from tests.engine.rig import Rig
@@ -266,8 +267,9 @@ def test_a_deleted_chat_does_not_come_back_in_what_another_shares(rigs: list[Col
         follow(rig, PROMPT, session, salt=salt, shared_len=12)
     rig.save()
     rig.close()
-    for record in (tmp_path / "sessions").iterdir():
-        record.unlink()  # as if it was killed before it had noted who holds what; the files say that themselves
+    for session in ("alice", "bob"):  # as if it was killed before it had noted who holds what; the files say it
+        HolderFiles(tmp_path).delete(session)
+        HolderFiles(tmp_path).introduce(session)
     for session in ("alice", "bob"):
         rigs.append(later := ColdRig(tmp_path))
         later.delete(session)

@@ -182,11 +182,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "never begin again what could not be written",
         SAVER,
-        "                self._begun.clear()\n                for",
-        "                for",
+        "                turn.begun.clear()\n",
+        "",
         RECORDS,
     ),
-    Mutant("write what had to go again and again", SAVER, "if key in self._begun:", "if False:", BELOW),
+    Mutant("try for ever what cannot be written", SAVER, "if turn.failed >= TRIES:", "if False:", RECORDS),
+    Mutant("write what had to go again and again", SAVER, "if key in turn.begun:", "if False:", BELOW),
     # --- who holds what
     Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
     Mutant(
@@ -211,8 +212,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "note nobody as a holder on disk",
         SAVER,
-        "            self._tiers.holdings.note(session_id)",
-        "            pass",
+        "        self._tiers.holdings.note(session_id)",
+        "        pass",
         BELOW,
     ),
     Mutant(

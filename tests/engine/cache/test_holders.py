@@ -62,6 +62,19 @@ def test_a_use_is_noted_and_nothing_else_changes(holders: HolderFiles) -> None:
     assert not holders.touch("session 1", 6.5) and holders.load_all() == []
 
 
+def test_a_session_lives_as_long_as_its_record(tmp_path: Path, holders: HolderFiles) -> None:
+    assert not holders.lives("session 1")
+    holders.introduce("session 1")
+    assert holders.load_all() == [SessionRecord(session_id="session 1", used_at=0.0, keys={})]
+    holders.save(record_of(1))
+    holders.introduce("session 1")
+    assert holders.load_all() == [record_of(1)], "what is known stays"
+    only_file(tmp_path).write_bytes(b"x")
+    assert holders.lives("session 1") and holders.load_all() == [] and holders.lives("session 1")
+    holders.delete("session 1")
+    assert not holders.lives("session 1")
+
+
 def test_no_id_becomes_a_path_and_only_the_owner_reads(tmp_path: Path, holders: HolderFiles) -> None:
     for session_id in ("../../escaped", "/etc/passwd", "a\0b", "x" * 5000, "ä"):
         holders.save(SessionRecord(session_id=session_id, used_at=1.0))
