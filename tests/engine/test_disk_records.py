@@ -160,6 +160,23 @@ def test_what_could_not_be_written_down_is_tried_again(
     assert (record.session_id, sum(map(len, record.keys.values()))) == ("s", 9)
 
 
+@pytest.mark.parametrize("amid", [False, True])
+def test_a_record_that_names_a_block_leaves_nobody_out(rigs: list[ColdRig], tmp_path: Path, amid: bool) -> None:
+    """What went to disk for lack of room is noted for one of its holders, and then it is killed."""
+    rigs.append(rig := ColdRig(tmp_path))
+    for session, salt in (("alice", b"a" * 16), ("bob", b"b" * 16), ("carol", b"c" * 16)):
+        follow(rig, PROMPT, session, salt=salt, shared_len=12)
+    rig.flush()
+    if amid:
+        rig.tiers.holdings.note("bob")
+    rig.settle()
+    rig.tiers.holdings.note("carol")
+    rig.delete("alice")  # has the others noted who are not yet
+    rig.settle()
+    rigs.append(later := ColdRig(tmp_path))
+    assert [cold.holders for cold in later.cold() if cold.depth < 3] == [{"bob", "carol"}] * 3
+
+
 # --- writes that fail for a while -------------------------------------------------------------------------------------
 
 

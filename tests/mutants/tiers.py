@@ -189,13 +189,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("try for ever what cannot be written", SAVER, "if turn.failed >= TRIES:", "if False:", RECORDS),
     Mutant("write what had to go again and again", SAVER, "if key in turn.begun:", "if False:", BELOW),
     # --- who holds what
-    Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", BELOW),
+    Mutant("note nothing that is being written", DISK, "if cold.disk or cold.writing:", "if cold.disk:", RECORDS),
     Mutant(
         "note nobody who holds what was pushed out",
         HOLDINGS,
         "self.index.add(cold)\n        self._unnoted |= cold.holders",
         "self.index.add(cold)",
-        BELOW,
+        RECORDS,
     ),
     Mutant("leave what only a header names unnoted", EARLIER, "earlier.unnoted |= whose.keys()", "pass", RECORDS),
     Mutant(
