@@ -144,9 +144,9 @@ class CacheService:
         return record
 
     async def _tell(self, session: SessionRecord, pinned: bool, ttl_s: float | None, *, must: bool = False) -> None:
-        """Tell the engine; what it need not know now it is told when it is ready."""
+        """Tell the engine; what it need not know now it is told when it is ready. It may refuse what it `must` take."""
         try:
-            answer = await self._engine.pin(session.id, pinned, ttl_s)
+            answer = await self._engine.pin(session.id, pinned, ttl_s, again=not must)
         except EngineUnavailable as error:
             if must:
                 raise NotReady(f"{error}.") from error
@@ -173,9 +173,7 @@ class CacheService:
             await self.forget(await self._store.cache.pending_drops())
             kept = await self._store.cache.kept_sessions()
             for session in kept:
-                answer = await self._engine.pin(session.id, session.pinned, session.ttl_s)
-                if answer.message:
-                    log.warning("a pinned chat could not be pinned again: %s", answer.message)
+                await self._engine.pin(session.id, session.pinned, session.ttl_s, again=True)
             if not self._turn_begun:
                 self._warmth.warm_recent(self._user, [session.id for session in kept if session.pinned])
         except (EngineUnavailable, StorageError) as error:

@@ -120,9 +120,13 @@ class EngineClient(EngineConnection):
             self._send(Cancel(request_id=call_id))
             raise
 
-    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None) -> Pinned:
-        """Have a session's blocks stay where they are, or no longer; `Pinned.message` says why not."""
-        return await self._call(Pin(call_id=self._call_id(), session_id=session_id, pinned=pinned, ttl=ttl), Pinned)
+    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None, *, again: bool = False) -> Pinned:
+        """Have a session's blocks stay where they are, or no longer; `Pinned.message` says why not.
+
+        `again`: an earlier engine has taken this pin, so this one does not refuse it.
+        """
+        pin = Pin(call_id=self._call_id(), session_id=session_id, pinned=pinned, again=again, ttl=ttl)
+        return await self._call(pin, Pinned)
 
     async def demote(self, session_id: str, to: Tier | None) -> Demoted:
         """Take a session's idle blocks off the tiers above `to`; None: out of all."""

@@ -121,12 +121,15 @@ class Prefetch(Message, frozen=True, kw_only=True):
 class Pin(Message, frozen=True, kw_only=True):
     """Have a session's blocks stay where they are, or no longer; answered by `Pinned`, which may refuse.
 
-    `ttl` stands for every tier's own while the session is not pinned: seconds after its last use; None: the tiers'.
+    A pin that is taken stays; of what pinned sessions hold beyond their share of a tier, nothing is kept for them.
+    `again` repeats one that was taken before, by an engine that is gone: it is not refused. `ttl` stands for every
+    tier's own while the session is not pinned: seconds after its last use; None: the tiers'.
     """
 
     call_id: str
     session_id: str
     pinned: bool
+    again: bool = False
     ttl: float | None = None
 
 

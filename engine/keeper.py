@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from engine.cache.block import Scope
 from engine.cache.holdings import COLD, TIERS, Leaving
+from engine.cache.pins import PINNED_SHARE
 from engine.config import Tier
 from engine.errors import EngineError
 from engine.ledger import residencies, snapshot
@@ -39,7 +40,6 @@ LOG_SECONDS = 1.0  # between two messages of what happened
 DISK_SECONDS = 10.0  # between two looks, at rest, at whether others need the disk's room
 IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
-PINNED_SHARE = 0.5  # of a tier's budget that pinned sessions may fill
 Asked = Drop | Pin | Demote | Configure | Estimate | GetSnapshot
 
 
@@ -150,7 +150,9 @@ class Keeper:
 
     def _pin(self, pin: Pin) -> Pinned:
         sessions, now = self._tiers.sessions, self._clock()
-        refusal = self._cannot_pin(pin.session_id) if pin.pinned else ""
+        known = sessions.get(pin.session_id)
+        again = pin.again or (known is not None and known.pinned)
+        refusal = self._cannot_pin(pin.session_id) if pin.pinned and not again else ""
         pinned = pin.pinned and not refusal
         if not refusal:
             sessions.wish(pin.session_id, now, pinned=pinned, ttl=pin.ttl)
@@ -160,7 +162,7 @@ class Keeper:
         return Pinned(call_id=pin.call_id, pinned=pinned, message=refusal)
 
     def _cannot_pin(self, session_id: str) -> str:
-        """Why a session's blocks may not stay for good; empty when they may."""
+        """Why a session's blocks may not be pinned too; empty when they may. What it has by then, it may outgrow."""
         every = residencies(self._residents, self._clock())
         budgets: dict[Tier, int] = {
             "device": self._residents.budget,

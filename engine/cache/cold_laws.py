@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.cache.holdings import size
+from engine.cache.pins import PINNED_SHARE
 from engine.cache.tiers import ColdTiers
 
 
@@ -18,7 +19,9 @@ def _budgets(tiers: ColdTiers) -> Iterator[str]:
     if held != tiers.host.used_bytes:
         yield f"blocks take {held} bytes of host, which counts {tiers.host.used_bytes}"
     disk = tiers.tier_limits("disk").budget
-    kept = sum(size(cold, "disk") for cold in tiers.index if cold.reads or tiers.sessions.pinned(cold.holders))
+    kept = sum(size(cold, "disk") for cold in tiers.index if cold.reads)
+    pinned = sum(size(cold, "disk") for cold in tiers.index if not cold.reads and tiers.sessions.pinned(cold.holders))
+    kept += min(pinned, int(disk * PINNED_SHARE))
     if tiers.has_disk and tiers.used("disk") > max(disk, kept + tiers.disk.writing_bytes):
         yield f"the files take {tiers.used('disk')} bytes of a budget of {disk}, and {kept} of them must stay"
     files = sum(size(cold, "disk") for cold in tiers.index)

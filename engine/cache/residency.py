@@ -53,7 +53,7 @@ class Residency:
     def order(self, idle: list[Block]) -> list[Block]:
         """Idle blocks with the first to go first."""
         by_key = _by_key(idle)
-        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
+        entries = self._entries(by_key)
         return [block for entry in self.tiers.policy.order(entries, self._clock()) for block in by_key[entry.key]]
 
     def keep(self, block: Block, reason: str = WHY["pressure"]) -> None:
@@ -111,7 +111,7 @@ class Residency:
         if limits.fits(used) and not expired:
             return
         by_key = _by_key(books.idle.oldest_first())
-        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
+        entries = self._entries(by_key)
         for move in decide(self.tiers.policy, entries, limits, self._clock(), used=used, below="host"):
             now = self._clock() + self.tiers.copy_times.backlog_s()
             if now >= until or not all(self._demote(block, WHY[move.reason]) for block in by_key[move.key]):
@@ -162,6 +162,12 @@ class Residency:
         """What copies a block's own tokens to an image; its other slots may hold what was another chat's."""
         store, codec = self.tiers.copies.store, self.space.codec
         return partial(store, codec, self._data(), block.id, tokens=len(block.token_ids))
+
+    def _entries(self, by_key: dict[bytes, list[Block]]) -> Sequence[Entry]:
+        """Idle blocks as a policy sees them; of what is pinned, the share of this pool."""
+        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
+        whose = {key: same[0].holders for key, same in by_key.items()}
+        return self.tiers.sessions.protect(entries, whose, self._books.total_blocks * self.space.block_bytes)
 
     def _entry(self, key: bytes, block: Block) -> Entry:
         sessions, tokens = self.tiers.sessions, len(block.token_ids)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import count
 
-from engine.cache.policy import Value, expires_at
+from engine.cache.pins import PINNED_SHARE, protect
+from engine.cache.policy import Entry, Value, expires_at
 
 MOST = 20_000  # sessions
 
@@ -15,7 +16,7 @@ MOST = 20_000  # sessions
 class SessionUse:
     """One session. `chain` are the keys of the blocks of its last prompt and reply, first to last, of `tokens` tokens.
 
-    `ttl` in seconds stands for every tier's own.
+    `ttl` in seconds stands for every tier's own. Of two that are pinned, the one with the lower `rank` was so earlier.
     """
 
     last_used: float
@@ -23,6 +24,7 @@ class SessionUse:
     live: frozenset[bytes] = frozenset()
     tokens: int = 0
     pinned: bool = False
+    rank: int = 0
     ttl: float | None = None
 
 
@@ -31,6 +33,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._uses: dict[str, SessionUse] = {}
+        self._ranks = count()
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._uses))
@@ -54,6 +57,8 @@ class Sessions:
     def wish(self, session_id: str, now: float, *, pinned: bool, ttl: float | None) -> None:
         """Note what a person wishes for a session, used or not."""
         use = self._uses.setdefault(session_id, SessionUse(now))
+        if pinned and not use.pinned:
+            use.rank = next(self._ranks)
         use.pinned, use.ttl = pinned, ttl
 
     def forget(self, session_id: str) -> None:
@@ -68,18 +73,29 @@ class Sessions:
         """Whether any of them is pinned."""
         return any(use.pinned for use in self._known(holders))
 
+    def protect(self, entries: Sequence[Entry], whose: Mapping[bytes, Set[str]], budget: int) -> Sequence[Entry]:
+        """`entries` with what is pinned, as far as that may take of a tier's `budget`; `whose` says their holders."""
+        if not any(use.pinned for use in self._uses.values()):
+            return entries
+        ranks = {}
+        for entry in entries:
+            if pins := [use.rank for use in self._known(whose[entry.key]) if use.pinned]:
+                ranks[entry.key] = min(pins)
+        return protect(entries, ranks, int(budget * PINNED_SHARE))
+
     def value(self, key: bytes, holders: Iterable[str], *, preset: bool) -> Value:
-        """What a block of these holders is worth; `preset`: it lies inside a shared preset."""
+        """What a block of these holders is worth, pinned or not; `preset`: it lies inside a shared preset."""
         known = self._known(holders)
-        if any(use.pinned for use in known):
-            return Value.PINNED
         if preset or len(known) > 1:
             return Value.SHARED
         return Value.LIVE if any(key in use.live or not use.chain for use in known) else Value.SUPERSEDED
 
     def expires_at(self, holders: Iterable[str], last_used: float, ttl: float | None) -> float | None:
-        """When a block last used then leaves a tier of that `ttl`; None: never. The last of its holders counts."""
-        uses = [(last_used, math.inf if use.pinned else use.ttl) for use in self._known(holders)]
+        """When a block last used then leaves a tier of that `ttl`, pinned or not; None: never.
+
+        The last of its holders counts.
+        """
+        uses = [(last_used, use.ttl) for use in self._known(holders)]
         return expires_at(uses or [(last_used, None)], ttl)
 
     def _known(self, holders: Iterable[str]) -> list[SessionUse]:

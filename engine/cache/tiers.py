@@ -20,6 +20,7 @@ from engine.cache.holdings import COLD, TIERS, WISHED, Holdings, size
 from engine.cache.host import HostSlab
 from engine.cache.journal import Journal
 from engine.cache.nowhere import nowhere
+from engine.cache.pins import OUTGROWN
 from engine.cache.policy import Entry, Move, Policy, TierLimits, decide, policy_named
 from engine.cache.segments import HostSlot
 from engine.cache.sessions import Sessions
@@ -98,11 +99,13 @@ class ColdTiers:
         """
         limits = self.tier_limits(tier)
         below: Tier | None = "disk" if tier == "host" and self.has_disk else None
-        entries = [
-            self._entry(cold, tier)
+        there = [
+            cold
             for cold in self.index
             if size(cold, tier) and not cold.reads and not cold.writing and cold.key not in spared
         ]
+        whose = {cold.key: cold.holders for cold in there}
+        entries = self.sessions.protect([self._entry(cold, tier) for cold in there], whose, limits.budget)
         if tier == "disk":
             excess = self.used("disk") + needed - limits.high_bytes
             if gone := self.disk.let_earlier_go(excess, self.limits.disk_ttl, self.sessions.pinned):
@@ -147,12 +150,14 @@ class ColdTiers:
         cold = self.index.get(move.key)
         if cold is None or not size(cold, tier):
             return True
+        outgrown = move.reason != "ttl" and self.sessions.pinned(cold.holders)
+        reason = OUTGROWN if outgrown else move.reason
         if tier == "disk":
-            self.holdings.take_from_disk(cold, move.reason)
+            self.holdings.take_from_disk(cold, reason)
             return True
         if move.to == "disk" and not self.copy_down(cold) and self.must_wait(cold):
             return False
-        self.holdings.take_from_host(cold, move.reason)
+        self.holdings.take_from_host(cold, reason)
         return True
 
     def must_wait(self, cold: ColdBlock) -> bool:

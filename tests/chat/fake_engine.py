@@ -157,9 +157,9 @@ class FakeEngine:
             raise
         return Prefetched(call_id="", device_tokens=len(token_ids), host_tokens=0, disk_tokens=0)
 
-    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None) -> Pinned:
+    async def pin(self, session_id: str, pinned: bool, ttl: float | None = None, *, again: bool = False) -> Pinned:
         self._require_ready()
-        if pinned and self.pin_refusal:
+        if pinned and not again and self.pin_refusal:
             return Pinned(call_id="", pinned=False, message=self.pin_refusal)
         self.pins.append((session_id, pinned, ttl))
         return Pinned(call_id="", pinned=pinned)

@@ -88,6 +88,19 @@ async def test_a_pin_that_the_engine_refuses_is_said_and_not_kept(service, store
     assert await store.cache.kept_sessions() == []
 
 
+async def test_a_pin_that_was_taken_is_repeated_and_not_asked_for_again(service, store, engine, chats):
+    """The chat may have outgrown what an engine would let it pin now."""
+    await service.cache.pin(service.user.id, chats[0], True)
+    engine.pin_refusal = "It takes too much by now."
+    await service.cache.set_ttl(service.user.id, chats[0], 90.0)
+    assert engine.pins == [(chats[0], True, None), (chats[0], True, 90.0)]
+    engine.pins.clear()
+    await service.close()
+    async with restarted(store, engine):
+        engine.set_state(ready(engine))
+        await eventually(lambda: engine.pins == [(chats[0], True, 90.0)])
+
+
 async def test_a_pin_that_cannot_be_kept_is_taken_back(service, store, engine, chats, monkeypatch):
     async def full(*_, **__):
         raise DiskFull(store._threads.database.path)

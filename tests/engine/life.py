@@ -12,7 +12,8 @@ from typing import Any
 
 from engine.cache.block import Scope
 from engine.cache.cold import ColdBlock
-from engine.cache.holdings import Leaving
+from engine.cache.holdings import COLD, Leaving, size
+from engine.cache.pins import PINNED_SHARE
 from engine.protocol import Prefetch
 from tests.engine.fake_model import VOCABULARY
 from tests.engine.played_rig import PlayedRig
@@ -227,6 +228,18 @@ class Life:
         """The keys of all blocks of a session, in whatever tier."""
         device = {block.key for block in self.rig.manager.index if session in block.holders}
         return {key for key in device if key is not None} | {b.key for b in self.rig.tiers.index.held_by(session)}
+
+    def protected(self) -> set[bytes]:
+        """The keys of pinned sessions' blocks in every tier where all of them take no more than their share."""
+        books, tiers, keys = self.rig.manager, self.rig.tiers, set[bytes]()
+        device = [block.key for block in books.index if self.pinned & block.holders]
+        if len(device) <= books.total_blocks * PINNED_SHARE:
+            keys |= {key for key in device if key is not None}
+        for tier in COLD:
+            cold = [cold for cold in self.rig.cold() if size(cold, tier) and self.pinned & cold.holders]
+            if sum(size(each, tier) for each in cold) <= tiers.tier_limits(tier).budget * PINNED_SHARE:
+                keys |= {each.key for each in cold}
+        return keys
 
 
 def _scope(session: str, prompt: list[int]) -> Scope:

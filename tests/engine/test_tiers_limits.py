@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.cache.pins import OUTGROWN
 from tests.engine.cold_rig import ColdRig
 from tests.engine.test_tiers import PROMPT, follow, turn
 
@@ -78,16 +79,16 @@ def test_what_is_read_no_more_while_the_disk_gets_smaller_goes(rigs: list[ColdRi
     assert rig.tiers.used("disk") <= 2 * 8192
 
 
-def test_what_is_no_longer_pinned_leaves_a_disk_that_is_too_small(rigs: list[ColdRig], tmp_path: Path) -> None:
+def test_what_is_pinned_beyond_its_share_leaves_a_disk_that_gets_smaller(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path))
     turn(rig, PROMPT)
     rig.tiers.sessions.wish("s", rig.now, pinned=True, ttl=None)
     rig.save()
-    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=2 * 8192))
-    assert rig.tiers.used("disk") == 9 * 8192
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=4 * 8192, disk_low=0.01))
+    assert [cold.depth for cold in rig.cold() if cold.disk] == [0, 1], "its share is kept below the low mark"
     rig.tiers.sessions.wish("s", rig.now, pinned=False, ttl=None)
-    rig.tiers.settle()
-    assert rig.tiers.used("disk") == 8192, "below the low mark"
+    rig.tiers.configure(msgspec.structs.replace(rig.tiers.limits, disk_kv=8192))
+    assert rig.tiers.used("disk") <= 8192
 
 
 def test_what_has_to_go_while_its_chat_is_saved_is_not_written_again(rigs: list[ColdRig], tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_what_host_has_no_room_for_goes_to_disk_though_nobody_saved_it(rigs: lis
 
 
 def test_a_pinned_chat_is_not_pushed_out(rigs: list[ColdRig], tmp_path: Path) -> None:
-    rigs.append(rig := ColdRig(tmp_path, disk_blocks=16, host_blocks=9))
+    rigs.append(rig := ColdRig(tmp_path, disk_blocks=18, host_blocks=18))
     _, more = turn(rig, PROMPT, "kept")
     rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
     rig.save()
@@ -142,24 +143,70 @@ def test_a_pinned_chat_is_not_pushed_out(rigs: list[ColdRig], tmp_path: Path) ->
     assert rig.sources(follow(rig, more, "kept")) == (0, 33, 0, 4)
 
 
-def test_a_smaller_budget_does_not_break_what_is_pinned(rigs: list[ColdRig], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_pinned_chat_that_outgrows_its_share_makes_way_for_others(
+    rigs: list[ColdRig], tmp_path: Path, tier: str
+) -> None:
+    """Tail first, down to its share, and the log says why."""
+    rooms = {"host": {"host_blocks": 12}, "disk": {"folder": tmp_path, "disk_blocks": 12, "disk_low": 1.0}}
+    rigs.append(rig := ColdRig(**rooms[tier]))
+    rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
+    _, more = turn(rig, PROMPT, "kept")
+    for number in range(4):
+        rig.save()
+        rig.flush()
+        kept = sorted(cold.depth for cold in rig.tiers.index.held_by("kept"))
+        assert kept == [0, 1, 2, 3, 4, 5, *([] if number > 1 else [6] if number else [6, 7, 8])]
+        assert number == 0 or len(rig.tiers.index.held_by(f"other {number}")) == 5
+        follow(rig, [60 + number, *PROMPT[1:16]], f"other {number + 1}")
+    told = [
+        (event.action, event.session_id, event.source, event.blocks)
+        for event in rig.tiers.journal.take()
+        if event.reason == OUTGROWN
+    ]
+    assert told == [("evicted", "kept", tier, 3)]
+    from_tier = rig.sources(follow(rig, more, "kept"))[1:3]
+    assert sorted(from_tier) == [0, 24]
+
+
+def test_the_first_pinned_keeps_its_share(rigs: list[ColdRig]) -> None:
+    rigs.append(rig := ColdRig(host_blocks=20))
+    for name in ("second", "first"):
+        turn(rig, [60 + len(name), *PROMPT[1:]], name)
+    for name in ("first", "second", "first"):  # once more is nothing new
+        rig.tiers.sessions.wish(name, rig.now, pinned=True, ttl=None)
+    rig.flush()
+    follow(rig, [70, *PROMPT[1:]], "other")
+    rig.flush()
+    assert len(rig.tiers.index.held_by("first")) == 9
+    assert sorted(cold.depth for cold in rig.tiers.index.held_by("second")) == [0, 1]
+
+
+def test_a_pool_keeps_a_pinned_chat_as_far_as_its_share_goes(rigs: list[ColdRig]) -> None:
+    rigs.append(rig := ColdRig(blocks=12))
+    rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
+    turn(rig, PROMPT, "kept")
+    for number in range(2):
+        follow(rig, [60 + number, *PROMPT[1:16]], "other")
+    kept = sorted(block.depth for block in rig.manager.blocks.values() if "kept" in block.holders)
+    assert kept == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_smaller_budget_is_kept_whatever_is_pinned(rigs: list[ColdRig], tmp_path: Path) -> None:
     rigs.append(rig := ColdRig(tmp_path, host_blocks=20))
     _, more = turn(rig, PROMPT, "kept")
     follow(rig, [90 - token for token in PROMPT], "other")
     rig.save()
     rig.flush()
     rig.tiers.sessions.wish("kept", rig.now, pinned=True, ttl=None)
-    rig.tiers.configure(msgspec.structs.replace(rig.config, host_kv=2 * rig.image_bytes, disk_kv=2 * 8192))
+    rig.tiers.configure(msgspec.structs.replace(rig.config, host_kv=4 * rig.image_bytes, disk_kv=4 * 8192))
     rig.settle()
     rig.check()
-    assert {holder for cold in rig.cold() for holder in cold.holders} == {"kept"}
-    assert rig.sources(follow(rig, more, "kept")) == (0, 33, 0, 4)
-    rig.flush()
-    rig.tiers.sessions.wish("kept", rig.now, pinned=False, ttl=None)
     for tier in ("host", "disk"):
-        rig.tiers.enforce(tier)
         assert rig.tiers.used(tier) <= rig.tiers.tier_limits(tier).budget
-    assert rig.tiers.host.held_bytes <= 2 * rig.image_bytes
+        assert {0, 1} <= {cold.depth for cold in rig.tiers.index.held_by("kept") if getattr(cold, tier)}
+    assert rig.tiers.host.held_bytes <= 4 * rig.image_bytes
+    assert sum(rig.sources(follow(rig, more, "kept"))[1:3]) >= 8
     rig.settle()
 
 

@@ -51,7 +51,7 @@ lengths, steps = st.integers(1, 9), st.sampled_from([0, 1, 3, 40])
 ttls = st.sampled_from([None, 30.0, 200.0])
 
 
-@seed(5)  # the same lives every time, so that a red run is red again
+@seed(6)  # the same lives every time, so that a red run is red again
 class Lives(RuleBasedStateMachine):
     """Small tiers, few distinct tokens, so that everything meets everything."""
 
@@ -198,7 +198,7 @@ class Lives(RuleBasedStateMachine):
 
     def let_time_pass(self) -> None:
         counts["time passes"] += 1
-        kept = {key for session in self.life.pinned for key in self.life.resident(session)}
+        kept = self.life.protected()
         self.rig.now += self.draw(st.sampled_from([1, 100, 1000, 10_000]))
         self.rig.residency.relieve(float("inf"), expired=True)
         for tier in COLD:

@@ -11,6 +11,8 @@ DISK = "engine/cache/disk_tier.py"
 EARLIER = "engine/cache/earlier.py"
 HOLDERS = "engine/cache/holders.py"
 HOLDINGS = "engine/cache/holdings.py"
+KEEPER = "engine/keeper.py"
+PINS = "engine/cache/pins.py"
 POLICY = "engine/cache/policy.py"
 RESIDENTS = "engine/residents.py"
 RESIDENCY = "engine/cache/residency.py"
@@ -24,6 +26,7 @@ TIERS = "engine/cache/tiers.py"
 BELOW = tuple(f"tests/engine/test_{part}.py" for part in ("tiers", "tiers_truth", "tiers_limits"))
 RACES = tuple(f"tests/engine/test_{part}_race.py" for part in ("copy", "host"))
 POLICIES = ("tests/engine/cache/test_policy.py",)
+PINNED, ENGINE_PINS = ("tests/engine/cache/test_pins.py",), ("tests/engine/test_pins.py",)
 FAULTS = ("tests/engine/cache/test_disk_faults.py",)
 PRESSURE = ("tests/engine/test_models_under_pressure.py",)
 RECORDS = ("tests/engine/test_disk_records.py",)
@@ -267,7 +270,38 @@ MUTANTS: tuple[Mutant, ...] = (
         "if entry.key not in lasting]",
         POLICIES,
     ),
-    Mutant("count no pins", SESSIONS, "            return Value.PINNED", "            return Value.SHARED", BELOW),
+    Mutant(
+        "count no pins",
+        SESSIONS,
+        "        return protect(entries, ranks, int(",
+        "        return protect(entries, {}, int(",
+        BELOW,
+    ),
+    Mutant("protect all that is pinned", SESSIONS, "int(budget * PINNED_SHARE))", "2**62)", BELOW),
+    Mutant(
+        "protect the end of a chain first",
+        PINS,
+        "-entry.value, entry.depth, entry.key",
+        "-entry.value, -entry.depth, entry.key",
+        PINNED,
+    ),
+    Mutant(
+        "protect what was pinned last",
+        PINS,
+        "key=lambda entry: (ranks[entry.key],",
+        "key=lambda entry: (-ranks[entry.key],",
+        PINNED,
+    ),
+    Mutant(
+        "refuse a pin that was taken", KEEPER, "if pin.pinned and not again else", "if pin.pinned else", ENGINE_PINS
+    ),
+    Mutant(
+        "repeat a pin as if it were new",
+        "chat/cache_service.py",
+        "session.ttl_s, again=True)",
+        "session.ttl_s)",
+        ("tests/chat/test_cache_service.py",),
+    ),
     Mutant("write without end", DISK, "self.files.writes.allows(", "bool(", BELOW),
     Mutant(
         "write beyond the disk's budget",
