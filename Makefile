@@ -1,6 +1,6 @@
 # make run starts Keepwarm, make test tests it; both set .venv up first, and again whenever a lock file changes.
 
-.PHONY: run test lint format bench bench-cache bench-int8 stress mutants lock clean
+.PHONY: run test lint format bench bench-quick bench-cache bench-int8 stress mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -24,8 +24,11 @@ format: .venv/installed-dev  ## put the code into ruff's form
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: .venv/installed-dev  ## replay chats against a fresh server and measure; options in ARGS="--sessions 4"
+bench: .venv/installed-dev  ## ours and other servers on the same prompts; options in ARGS="--peers keepwarm vllm"
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+bench-quick: .venv/installed-dev  ## ours beside transformers' generate, in under two minutes
+	@$(BIN)/python -m tests.bench --quick $(ARGS)
 
 bench-cache: .venv/installed-dev  ## measure the tiers; a part with ARGS="--only tiers --rounds 1"
 	@$(BIN)/python -m tests.bench.cache $(ARGS)

@@ -20,9 +20,9 @@ import httpx
 
 from engine.config import EngineConfig
 from tests.bench import replay
-from tests.bench.__main__ import start
 from tests.bench.cache_engine import HERE, MODELS, ROOT, Text
 from tests.bench.cache_report import Report, at_most, ms
+from tests.bench.serving import start
 
 ONE_TURN = replay.one_turn
 OF_ALL_RESIDENT = 1.3
