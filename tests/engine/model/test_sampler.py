@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from engine.batch import Draw
 from engine.errors import StepError
@@ -94,3 +103,60 @@ def test_a_mixed_batch_keeps_its_order() -> None:
     draws = [draw(), draw(temperature=1.0, top_k=1), replace(draw(), reply_ids=[1])]
     rows = torch.stack([LOGITS[0], LOGITS[0].flip(0), LOGITS[0]])
     assert sample(rows, draws) == [1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 2.0, "top_p": 0.5},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 6000, "top_p": 0.99, "min_p": 0.02},
+        {"temperature": 1.5, "min_p": 0.05},
+        {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.3},
+    ],
+)
+def test_what_transformers_would_leave_is_what_is_drawn_from(settings: dict) -> None:
+    logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(5)) * 3
+    penalty = settings.get("repetition_penalty")
+    steps = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
+    steps.append(TemperatureLogitsWarper(settings["temperature"]))
+    steps += [TopKLogitsWarper(settings["top_k"])] if "top_k" in settings else []
+    steps += [TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []
+    steps += [MinPLogitsWarper(settings["min_p"])] if "min_p" in settings else []
+    probabilities = steps(torch.tensor([[*range(0, 5003, 3)]]), logits)[0].double().softmax(-1)
+    points = torch.tensor([uniform(7, position) for position in range(200)], dtype=torch.float64)
+    expected = torch.searchsorted(probabilities.cumsum(0), points, right=True).tolist()
+    draws = [draw(position=position, prompt=[*range(0, 5003, 3)], **settings) for position in range(200)]
+    assert sample(logits.expand(200, -1), draws) == expected
+    assert len(set(expected)) >= 10
+
+
+def test_of_equal_tokens_the_first_are_greedy_and_stay_longest() -> None:
+    equal = torch.tensor([[-5.0, 1.0, 1.0, 1.0, 1.0]], dtype=torch.bfloat16)
+    assert sample(equal, [draw()]) == [1]
+    assert sample(equal, [draw(temperature=1.0, top_p=0.0)]) == [1]
+    drawn = sample(equal.expand(200, -1), [draw(position=i, temperature=1.0, top_p=0.5) for i in range(200)])
+    assert set(drawn) == {1, 2, 3}  # of the sum, 1 and 2 have a hair less than half
+    drawn = sample(equal.expand(200, -1), [draw(position=i, temperature=1.0, top_k=2) for i in range(200)])
+    assert set(drawn) == {1, 2, 3, 4}  # as in transformers, none that equals the last one goes
+
+
+def test_an_impossible_token_is_never_drawn_from_a_large_vocabulary() -> None:
+    logits = torch.full((1, 10_000), float("-inf"))
+    logits[0, [255, 256, 7000]] = 0.0
+    drawn = sample(logits.expand(300, -1), [draw(position=i, temperature=1.0) for i in range(300)])
+    assert set(drawn) == {255, 256, 7000}
+
+
+def test_random_numbers_stay_as_they_are() -> None:
+    assert uniform(7, 3) == 0.44205212947108785
+    assert uniform(2**64 - 1, 0) == np.random.Generator(np.random.Philox(key=2**64 - 1, counter=0)).random()
+
+
+def test_the_logits_stay_as_they_are() -> None:
+    logits = LOGITS.clone()
+    sample(logits, [draw(prompt=[1], reply=[1], temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5)])
+    assert torch.equal(logits, LOGITS)
