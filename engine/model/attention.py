@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.batch import Batch
+from engine.model.kernels import Kernels, Seen, TorchKernels
 
 IMPLEMENTATION = "keepwarm_paged"
 KERNEL = "paged SDPA"  # for people
+FEW_QUERIES = 4  # of a row: as many or fewer are a kernel's
 GROUPED_QUERIES = 64  # from more of them on, a row's own work outweighs reading its keys once per group of heads
 Layer = Callable[
     [int], tuple[torch.Tensor, torch.Tensor]
@@ -31,12 +34,14 @@ Layer = Callable[
 class Span:
     """One row of the step: `count` query tokens from packed offset `offset`, the last of `length` tokens in all.
 
-    Its keys lie in consecutive pool slots from `first_slot`, or, where its blocks are scattered, in `blocks` [blocks].
+    Its keys lie in the blocks of `table` [blocks], in RAM: in consecutive pool slots from `first_slot`, or, where they
+    are scattered, also in `blocks`, where the pool is.
     """
 
     offset: int
     count: int
     length: int
+    table: torch.Tensor
     first_slot: int
     blocks: torch.Tensor | None
 
@@ -58,15 +63,22 @@ class Span:
 
 @dataclass
 class PagedContext:
-    """What every layer of one step needs: where to write, and what each row may read. Masks are made once a step."""
+    """What every layer of one step needs: where to write, and what each row may read.
+
+    Masks, and what single tokens see, are made once a step.
+    """
 
     layer: Layer
     write_slots: torch.Tensor  # [tokens], the slot of each packed token
     spans: list[Span]
+    kernels: Kernels = field(default_factory=TorchKernels)
     masks: dict[tuple[int, int | None, int], torch.Tensor | None] = field(default_factory=dict)
+    few_seen: dict[int | None, Seen] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, batch: Batch, block_size: int, layer: Layer, device: torch.device) -> PagedContext:
+    def build(
+        cls, batch: Batch, block_size: int, layer: Layer, device: torch.device, kernels: Kernels | None = None
+    ) -> PagedContext:
         """The context of a batch whose block tables are `block_size` tokens a block."""
         spans: list[Span] = []
         writes: list[torch.Tensor] = []
@@ -74,13 +86,34 @@ class PagedContext:
         for row in batch.rows:
             length = row.start + len(row.token_ids)
             ids = row.block_ids[: -(-length // block_size)]
-            blocks = torch.tensor(ids, dtype=torch.long)
+            table = torch.tensor(ids, dtype=torch.long)
             scattered = any(b != ids[0] + i for i, b in enumerate(ids))
-            first = ids[0] * block_size
-            spans.append(Span(offset, len(row.token_ids), length, first, blocks.to(device) if scattered else None))
-            writes.append(_slots(blocks, block_size)[row.start : length])
+            blocks, first = table.to(device) if scattered else None, ids[0] * block_size
+            spans.append(Span(offset, len(row.token_ids), length, table, first, blocks))
+            writes.append(_slots(table[row.start // block_size :], block_size, row.start, length))
             offset += len(row.token_ids)
-        return cls(layer=layer, write_slots=torch.cat(writes).to(device), spans=spans)
+        return cls(layer, torch.cat(writes).to(device), spans, kernels or TorchKernels())
+
+    @cached_property
+    def few(self) -> list[Span]:
+        """The rows with so few queries that each token of theirs is attended to by itself."""
+        return [span for span in self.spans if span.count <= FEW_QUERIES]
+
+    @cached_property
+    def few_tokens(self) -> torch.Tensor | None:
+        """The packed tokens of those rows; None: they are all that there are."""
+        if len(self.few) == len(self.spans):
+            return None
+        tokens = [span.offset + i for span in self.few for i in range(span.count)]
+        return torch.tensor(tokens, device=self.write_slots.device)
+
+    def seen(self, window: int | None) -> Seen:
+        """What each token of the rows with few queries sees."""
+        if window not in self.few_seen:
+            ends = [(span, span.length - span.count + 1 + i) for span in self.few for i in range(span.count)]
+            firsts = [0 if window is None else max(0, end - window) for _, end in ends]
+            self.few_seen[window] = Seen.of([span.table for span, _ in ends], firsts, [end for _, end in ends])
+        return self.few_seen[window]
 
     def mask(self, index: int, window: int | None, group: int, like: torch.Tensor) -> torch.Tensor | None:
         """What is added to the scores of row `index`, [group * count, keys]: 0 or, for what it may not see, -inf.
@@ -111,8 +144,15 @@ def attending(paged: PagedContext) -> Iterator[None]:
         _current.reset(token)
 
 
-def _slots(blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-    return (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+def _slots(table: torch.Tensor, block_size: int, start: int, end: int) -> torch.Tensor:
+    """The slots of the positions start <= j < end, of which the first is in the first block of `table`."""
+    slots = (table[:, None] * block_size + torch.arange(block_size)).flatten()
+    return slots[start % block_size :][: end - start]
+
+
+def current() -> PagedContext | None:
+    """The context of the step that is under way, if one is."""
+    return _current.get(None)
 
 
 def _hidden(span: Span, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -153,23 +193,51 @@ def paged_attention(
     keys, values = paged.layer(module.layer_idx)
     for pool, new in ((keys, key), (values, value)):
         pool.flatten(0, 1)[paged.write_slots] = new[0].transpose(0, 1)
-    output = torch.empty_like(query[0].transpose(0, 1))
-    for index, span in enumerate(paged.spans):
-        q = query[:, :, span.offset : span.offset + span.count]
-        k, v = (span.keys(pool, sliding_window).transpose(0, 1)[None] for pool in (keys, values))
-        explicit = softcap is not None or s_aux is not None
+    queries = query[0].transpose(0, 1)
+    return attend(paged, queries, keys, values, scaling, sliding_window, softcap=softcap, sinks=s_aux)[None], None
+
+
+def attend(  # noqa: PLR0917 - the tensors, and the two numbers that every layer has
+    paged: PagedContext,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    *,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What each packed token's queries [tokens, heads, dim] see of a layer's K and V, [tokens, heads, dim].
+
+    Rows of few queries are the kernels', if they can; the others are SDPA's.
+    """
+    spans = list(enumerate(paged.spans))
+    output: torch.Tensor | None = None
+    if softcap is None and sinks is None and paged.few and paged.kernels.attends(queries, keys):
+        tokens, scale = paged.few_tokens, queries.shape[2] ** -0.5 if scaling is None else scaling
+        if tokens is None:
+            return paged.kernels.attend(queries, keys, values, paged.seen(window), scale)
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        output[tokens] = paged.kernels.attend(queries[tokens], keys, values, paged.seen(window), scale)
+        spans = [(index, span) for index, span in spans if span.count > FEW_QUERIES]
+    if output is None:
+        output = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    for index, span in spans:
+        q = queries[span.offset : span.offset + span.count].transpose(0, 1)[None]
+        k, v = (span.keys(pool, window).transpose(0, 1)[None] for pool in (keys, values))
+        explicit = softcap is not None or sinks is not None
         # The heads that share K and V become rows of one query matrix, so that K and V are read once for all of them.
         group = q.shape[1] // k.shape[1] if span.count <= GROUPED_QUERIES and not explicit else 1
         rows = q.reshape(1, q.shape[1] // group, -1, q.shape[3])
-        mask = paged.mask(index, sliding_window, group, query)
+        mask = paged.mask(index, window, group, queries)
         if explicit:
-            result = _attend_explicitly(rows, k, v, mask, scaling, softcap=softcap, sinks=s_aux)
+            result = _attend_explicitly(rows, k, v, mask, scaling, softcap=softcap, sinks=sinks)
         else:
             gqa = rows.shape[1] != k.shape[1]
             result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
-        result = result.reshape(q.shape)
-        output[span.offset : span.offset + span.count] = result[0].transpose(0, 1)
-    return output[None], None
+        output[span.offset : span.offset + span.count] = result.reshape(q.shape)[0].transpose(0, 1)
+    return output
 
 
 def _attend_explicitly(

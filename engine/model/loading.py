@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
-from engine.model import kinds, packing, rope
+from engine.model import fused, kinds, packing, rope
 from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
 from engine.model.files import one_line
@@ -45,9 +45,12 @@ def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return target, _choose_dtype(dtype, target)
 
 
-def load(prepared: PreparedModel, device: str, dtype: str, context: int | None = None) -> LoadedModel:
+def load(
+    prepared: PreparedModel, device: str, dtype: str, context: int | None = None, *, fuse: bool = True
+) -> LoadedModel:
     """Read the weights onto the device, to serve `context` positions (None: as many as the model was made for).
 
+    `fuse` puts layers that compute the same in fewer operations in the place of transformers' own.
     Raises `ModelLoadError` with the reason when that is not possible.
     """
     target, kind = choose(device, dtype)
@@ -68,6 +71,8 @@ def load(prepared: PreparedModel, device: str, dtype: str, context: int | None =
         if prepared.adapter is not None:
             module = merge_adapter(module, prepared.adapter, prepared.name)
         module = module.to(target).eval()
+        if fuse:
+            fused.fuse(module)
         if target.type == "cpu" and kind == torch.bfloat16 and _cpu_multiplies_bf16():
             packing.pack(module)
         module.set_attn_implementation(IMPLEMENTATION)

@@ -13,6 +13,7 @@ from engine.batch import Batch
 from engine.cache.copies import Copies, DirectCopies
 from engine.cache.pool import KVPool
 from engine.model.attention import PagedContext, attending
+from engine.model.kernels import Kernels, TorchKernels
 from engine.model.loading import LoadedModel
 from engine.model.sampler import sample
 
@@ -24,8 +25,11 @@ class ModelRunner:
     have a say before the pool changes.
     """
 
-    def __init__(self, loaded: LoadedModel, pool: KVPool, copies: Copies | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, pool: KVPool, copies: Copies | None = None, kernels: Kernels | None = None
+    ) -> None:
         self.module = loaded.module
+        self.kernels = kernels or TorchKernels()
         self._device = loaded.device
         self._pool, self._copies = pool, copies or DirectCopies()
         self.steps = 0
@@ -60,7 +64,7 @@ class ModelRunner:
             end += len(row.token_ids)
             if row.draws:
                 wanted.append(end - 1)
-        paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device)
+        paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device, self.kernels)
         self._copies.before_writes()
         with attending(paged):
             output = self.module(

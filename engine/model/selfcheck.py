@@ -19,6 +19,7 @@ from engine.cache.pool import KVPool
 from engine.errors import ModelLoadError
 from engine.model import attention, kinds, witness
 from engine.model.files import one_line
+from engine.model.kernels import Kernels
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
 from engine.protocol import Sampling
@@ -167,7 +168,7 @@ def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-def check(loaded: LoadedModel, pool: KVPool) -> None:
+def check(loaded: LoadedModel, pool: KVPool, kernels: Kernels | None = None) -> None:
     """Forward a few dozen tokens paged, in three uneven chunks over scattered blocks, against eager attention.
 
     Needs a pool of which nothing is in use. Raises `ModelLoadError` when the logits differ by more than rounding.
@@ -177,7 +178,7 @@ def check(loaded: LoadedModel, pool: KVPool) -> None:
     ids = [(7919 * (i + 1)) % vocabulary for i in range(count)]
     ends = sorted({-(-count // 3), max(1, count - 1), count})
     with _running(loaded):
-        paged = _paged(loaded, pool, ids, ends)
+        paged = _paged(ModelRunner(loaded, pool, kernels=kernels), pool, ids, ends)
         eager = _eager(loaded, ids)[[end - 1 for end in ends]]
     error = _error(paged, eager)
     if not error <= TOLERANCE[loaded.dtype]:
@@ -188,11 +189,10 @@ def check(loaded: LoadedModel, pool: KVPool) -> None:
         )
 
 
-def _paged(loaded: LoadedModel, pool: KVPool, ids: list[int], ends: list[int]) -> torch.Tensor:
+def _paged(runner: ModelRunner, pool: KVPool, ids: list[int], ends: list[int]) -> torch.Tensor:
     """Logits before each of `ends`, where a chunk ends, [ends, vocabulary]; every other block is used, backwards."""
     needed = -(-len(ids) // pool.block_size)
     blocks = list(range(pool.blocks))[: 2 * needed : 2][::-1] if pool.blocks >= 2 * needed else list(range(needed))
-    runner = ModelRunner(loaded, pool)
     draw = Draw(sampling=Sampling(), seed=0, position=0, prompt_ids=[], reply_ids=[])
     rows = [
         Row(token_ids=ids[start:end], start=start, block_ids=blocks, draws=[draw])

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from engine.model import kernels
 
 
 class Harm:
@@ -51,3 +54,11 @@ def llama_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("gguf") / "llama.gguf"
     write(file, llama(), "llama", LLAMA)
     return file
+
+
+@pytest.fixture(scope="session")
+def native_kernels(tmp_path_factory: pytest.TempPathFactory) -> kernels.Kernels:
+    """The compiled kernels in float32; every machine that tests has a compiler."""
+    chosen = kernels.choose(torch.device("cpu"), torch.float32, tmp_path_factory.mktemp("kernels"))
+    assert chosen.name == "native"
+    return chosen

@@ -59,7 +59,7 @@ def test_a_model_that_also_sees_is_served_as_one_that_writes(tmp_path: Path) -> 
 def test_each_kwarg_matters_and_the_self_check_sees_it(
     name: str, kwarg: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = tiny.load(name, tmp_path)
+    loaded = tiny.load(name, tmp_path, fuse=False)
     selfcheck.check(loaded, tiny.make_pool(loaded))
 
     def deaf(*args: Any, **kwargs: Any) -> Any:

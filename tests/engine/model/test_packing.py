@@ -29,7 +29,7 @@ def plain(path: Path) -> nn.Module:
 
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_a_packed_model_computes_what_the_plain_one_does(name: str, tmp_path: Path) -> None:
-    loaded = tiny.load(name, tmp_path, dtype="bfloat16")
+    loaded = tiny.load(name, tmp_path, dtype="bfloat16", fuse=False)
     reference = plain(loaded.prepared.path)
     ids = tiny.prompt(40)
     loaded.module.set_attn_implementation("eager")
@@ -52,8 +52,8 @@ def test_every_shape_of_input_gives_what_it_gives_without(shape: tuple[int, ...]
 
 
 def test_all_linear_layers_are_packed_but_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
-    tied = tiny.load("llama", tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True).module
-    own = tiny.load("llama", tmp_path / "own", dtype="bfloat16", tie_word_embeddings=False).module
+    tied = tiny.load("llama", tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True, fuse=False).module
+    own = tiny.load("llama", tmp_path / "own", dtype="bfloat16", tie_word_embeddings=False, fuse=False).module
     in_layers = 7 * 3
     assert len(packed(tied)) == in_layers
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
@@ -68,7 +68,7 @@ def test_weights_are_there_once(tmp_path: Path) -> None:
     del linear
     packing.pack(model)
     assert gone() is None
-    loaded = tiny.load("llama", tmp_path, dtype="bfloat16")
+    loaded = tiny.load("llama", tmp_path, dtype="bfloat16", fuse=False)
     numbers = sum(each.numel() for each in plain(loaded.prepared.path).parameters())
     assert Measures.of(loaded, 4).weight_bytes == 2 * numbers, "and counted as what they are"
 
@@ -87,9 +87,9 @@ def test_what_is_no_plain_linear_layer_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_other_dtypes_are_left_alone(dtype: str, tmp_path: Path) -> None:
-    assert packed(tiny.load("llama", tmp_path, dtype=dtype).module) == {}
+    assert packed(tiny.load("llama", tmp_path, dtype=dtype, fuse=False).module) == {}
 
 
 def test_a_slower_processor_keeps_plain_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_cpu_multiplies_bf16", lambda: False)
-    assert packed(tiny.load("llama", tmp_path, dtype="bfloat16").module) == {}
+    assert packed(tiny.load("llama", tmp_path, dtype="bfloat16", fuse=False).module) == {}

@@ -220,7 +220,7 @@ def test_a_mask_that_the_model_makes_itself_is_refused(tmp_path: Path, monkeypat
 
 
 def test_an_argument_of_attention_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    loaded = tiny.load("llama", tmp_path)
+    loaded = tiny.load("llama", tmp_path, fuse=False)
     for layer in loaded.module.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda _, args, kwargs: (args, {**kwargs, "position_bias": torch.zeros(1)}), with_kwargs=True

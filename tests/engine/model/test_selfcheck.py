@@ -15,6 +15,7 @@ from engine.cache.pool import KVPool
 from engine.errors import ModelLoadError
 from engine.model import attention, selfcheck
 from engine.model.attention import PagedContext, Span
+from engine.model.kernels import Kernels, TorchKernels
 from engine.model.loading import LoadedModel
 from tests.engine.model import tiny
 
@@ -83,7 +84,7 @@ BROKEN: dict[str, Broken] = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return tiny.load("llama", tmp_path_factory.mktemp("selfcheck"))
+    return tiny.load("llama", tmp_path_factory.mktemp("selfcheck"), fuse=False)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -93,6 +94,40 @@ def test_broken_attention_is_noticed(name: str, llama: LoadedModel, monkeypatch:
         selfcheck.check(llama, tiny.make_pool(llama))
     monkeypatch.undo()
     selfcheck.check(llama, tiny.make_pool(llama))  # and it is the attention, not what the check left behind
+
+
+CHANGES: dict[str, Callable[[PagedContext], dict[str, Any]]] = {
+    "writes one slot too far": lambda paged: {"write_slots": paged.write_slots + 1},
+    "writes in reverse": lambda paged: {"write_slots": paged.write_slots.flip(0)},
+    "keeps K and V of the first layer alone": lambda paged: {"layer": lambda index: paged.layer(0)},
+    "reads the first token alone": lambda paged: {
+        "spans": [dataclasses.replace(span, length=span.count) for span in paged.spans]
+    },
+    "reads its blocks in reverse": lambda paged: {
+        "spans": [
+            dataclasses.replace(span, table=span.table.flip(0), blocks=span.blocks.flip(0)) for span in paged.spans
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_fused_layer_that_is_broken_is_noticed(
+    name: str, native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_kernels: Kernels
+) -> None:
+    loaded, kernels = tiny.load("llama", tmp_path), native_kernels if native else TorchKernels()
+    right_one = attention.current
+
+    def changed() -> PagedContext | None:
+        paged = right_one()
+        return None if paged is None else dataclasses.replace(paged, masks={}, few_seen={}, **CHANGES[name](paged))
+
+    monkeypatch.setattr(attention, "current", changed)
+    with pytest.raises(ModelLoadError, match=r"^llama cannot be served: paged attention differs from the model's own"):
+        selfcheck.check(loaded, tiny.make_pool(loaded), kernels)
+    monkeypatch.undo()
+    selfcheck.check(loaded, tiny.make_pool(loaded), kernels)
 
 
 def test_attention_that_sees_the_future_is_noticed(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

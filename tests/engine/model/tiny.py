@@ -113,9 +113,11 @@ def save(config: Any, folder: Path) -> PreparedModel:
     return PreparedModel(name=folder.name, path=folder, digest="0")
 
 
-def load(name: str, folder: Path, *, context: int | None = None, dtype: str = "float32", **changes: Any) -> LoadedModel:
+def load(
+    name: str, folder: Path, *, context: int | None = None, dtype: str = "float32", fuse: bool = True, **changes: Any
+) -> LoadedModel:
     """A model saved in `folder` and loaded as the engine loads it."""
-    return loading.load(save(config_of(name, **changes), folder / name), "cpu", dtype, context)
+    return loading.load(save(config_of(name, **changes), folder / name), "cpu", dtype, context, fuse=fuse)
 
 
 def untouched(loaded: LoadedModel) -> Any:

@@ -1,0 +1,295 @@
+/* What a decoder layer computes between its matrices. kernels.py says what each function is for, compiles this file
+ * once for each type of number (-DBFLOAT16: bfloat16, else float), and holds the result against torch.
+ *
+ * Results depend neither on the number of threads nor on which tokens are computed together: a row is one thread's, and
+ * a token's keys are summed in parts of PART, in order.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define PART 128        /* keys that are attended to in one go */
+#define WIDE 16         /* numbers that are computed with at once; a head's dimensions are a multiple of it */
+#define MOST_DIM 256    /* of a head */
+#define MOST_HEADS 128  /* of a layer */
+#define MOST_WIDTH 8192 /* of all its heads together */
+#define FEW 16384       /* numbers that are not worth waking other threads for */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Wide __attribute__((vector_size(4 * WIDE)));
+
+#ifdef BFLOAT16
+typedef uint16_t Number;
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDE)));
+
+INLINE float load(Number value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float result;
+    memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+INLINE Number store(float value) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (Number)(value != value ? 0x7fc0 : rounded);
+}
+
+INLINE Wide load_wide(const Number *values) {
+#ifdef __AVX512F__ /* which compilers make more of than they need */
+    return (Wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
+#else
+    Halves halves;
+    memcpy(&halves, values, sizeof halves);
+    return (Wide)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+#else
+typedef float Number;
+
+INLINE float load(Number value) { return value; }
+INLINE Number store(float value) { return value; }
+
+INLINE Wide load_wide(const Number *values) {
+    Wide result;
+    memcpy(&result, values, sizeof result);
+    return result;
+}
+#endif
+
+INLINE float sum_of(Wide value) {
+    float each[WIDE], sum = 0;
+    memcpy(each, &value, sizeof each);
+    for (int i = 0; i < WIDE; i++) sum += each[i];
+    return sum;
+}
+
+/* e to the power of x, for x <= 0: Cephes' polynomial, which compilers make vectors of, where libm's is a call. */
+INLINE float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = floorf(x * 1.44269504f + 0.5f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return p * scale;
+}
+
+/* x += y, where there is a y; out = x / rms(x) * weight. All [rows, width]. */
+void norm(Number *x, const Number *y, const Number *weight, float eps, Number *out, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows * width > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        Number *restrict a = x + row * width, *restrict o = out + row * width;
+        if (y) {
+            const Number *restrict b = y + row * width;
+            for (int64_t i = 0; i < width; i++) a[i] = store(load(a[i]) + load(b[i]));
+        }
+        float sum = 0;
+        for (int64_t i = 0; i < width; i++) sum += load(a[i]) * load(a[i]);
+        float scale = 1.0f / sqrtf(sum / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) o[i] = store(load(weight[i]) * load(store(load(a[i]) * scale)));
+    }
+}
+
+/* out [rows, width] = silu(gate) * up, of x [rows, gate and up, each width]. */
+void gate(const Number *x, Number *out, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows * width > FEW)
+    for (int64_t row = 0; row < rows; row++) {
+        const Number *restrict g = x + 2 * row * width, *restrict up = g + width;
+        Number *restrict o = out + row * width;
+        for (int64_t i = 0; i < width; i++) {
+            float value = load(g[i]), e = exponential(value > 0 ? -value : value);
+            float silu = value * (value > 0 ? 1.0f : e) / (1.0f + e);
+            o[i] = store(load(store(silu)) * load(up[i]));
+        }
+    }
+}
+
+/* One head's x, turned by the cos and sin of its position. */
+INLINE void turn(const Number *restrict x, const Number *restrict cos, const Number *restrict sin, Number *restrict out,
+                 int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float a = load(x[i]), b = load(x[half + i]);
+        out[i] = store(load(store(a * load(cos[i]))) - load(store(b * load(sin[i]))));
+        out[half + i] = store(load(store(b * load(cos[half + i]))) + load(store(a * load(sin[half + i]))));
+    }
+}
+
+INLINE void rotate_token(Number *x, const Number *cos, const Number *sin, Number *key, Number *value, int64_t heads,
+                         int64_t kv_heads, int64_t dim) {
+    Number turned[MOST_DIM];
+    for (int64_t h = 0; h < heads; h++, x += dim) {
+        turn(x, cos, sin, turned, dim / 2);
+        memcpy(x, turned, (size_t)dim * sizeof *x);
+    }
+    for (int64_t h = 0; h < kv_heads; h++, x += dim) turn(x, cos, sin, key + h * dim, dim / 2);
+    memcpy(value, x, (size_t)(kv_heads * dim) * sizeof *x);
+}
+
+/* Of qkv [tokens, heads + 2 kv_heads, dim]: turn queries, in place, and keys by cos and sin [tokens, dim]; write keys
+ * and values to their tokens' slots of a layer's pools. */
+void rotate(Number *qkv, const Number *cos, const Number *sin, const int64_t *slots, Number *keys, Number *values,
+            int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim) {
+    int64_t width = (heads + 2 * kv_heads) * dim, kept = kv_heads * dim;
+#pragma omp parallel for if (tokens * width > FEW)
+    for (int64_t t = 0; t < tokens; t++) {
+        Number *x = qkv + t * width, *key = keys + slots[t] * kept, *value = values + slots[t] * kept;
+        if (dim == 64)
+            rotate_token(x, cos + t * 64, sin + t * 64, key, value, heads, kv_heads, 64);
+        else if (dim == 128)
+            rotate_token(x, cos + t * 128, sin + t * 128, key, value, heads, kv_heads, 128);
+        else
+            rotate_token(x, cos + t * dim, sin + t * dim, key, value, heads, kv_heads, dim);
+    }
+}
+
+/* What one token sees: the positions first <= j < length, of which position j is in blocks[j / block_size]. */
+typedef struct {
+    const int64_t *blocks;
+    int64_t first, length;
+} Seen;
+
+/* How a layer's K and V lie in its pools, and who reads them. */
+typedef struct {
+    int64_t heads, kv_heads, dim, block_size;
+} Shape;
+
+INLINE Wide load_floats(const float *values) {
+    Wide result;
+    memcpy(&result, values, sizeof result);
+    return result;
+}
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* scores [heads, PART] = the dot products of q [heads, dim] with the keys of positions from <= j < to. */
+INLINE void score(const float *q, const Number *keys, const int64_t *blocks, int64_t from, int64_t to, Shape shape,
+                  int64_t dim, float *scores) {
+    int64_t group = shape.heads / shape.kv_heads, stride = shape.kv_heads * dim;
+    for (int64_t j = from; j < to;) {
+        int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);
+        const Number *key = keys + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;
+        for (; j < end; j++) {
+            for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, key += dim) {
+                Wide k[MOST_DIM / WIDE];
+                for (int64_t d = 0; d < dim / WIDE; d++) k[d] = load_wide(key + d * WIDE);
+                for (int64_t last = head + group; head < last; head++) {
+                    Wide dot = k[0] * load_floats(q + head * dim);
+                    for (int64_t d = 1; d < dim / WIDE; d++) dot += k[d] * load_floats(q + head * dim + d * WIDE);
+                    scores[head * PART + j - from] = sum_of(dot);
+                }
+            }
+        }
+    }
+}
+
+/* sums [heads, dim] += the values of positions from <= j < to, by their weights [heads, PART]. */
+INLINE void sum_up(const float *weights, const Number *values, const int64_t *blocks, int64_t from, int64_t to,
+                   Shape shape, int64_t dim, float *sums) {
+    int64_t group = shape.heads / shape.kv_heads, stride = shape.kv_heads * dim;
+    for (int64_t j = from; j < to;) {
+        int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);
+        const Number *value = values + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;
+        for (; j < end; j++) {
+            for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, value += dim) {
+                Wide v[MOST_DIM / WIDE];
+                for (int64_t d = 0; d < dim / WIDE; d++) v[d] = load_wide(value + d * WIDE);
+                for (int64_t last = head + group; head < last; head++) {
+                    float weight = weights[head * PART + j - from];
+                    for (int64_t d = 0; d < dim / WIDE; d++) {
+                        Wide sum = load_floats(sums + head * dim + d * WIDE) + weight * v[d];
+                        memcpy(sums + head * dim + d * WIDE, &sum, sizeof sum);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* The largest of `count` scores, a multiple of WIDE. */
+INLINE float largest(const float *scores, int64_t count) {
+    float each[WIDE], most = -INFINITY;
+    memcpy(each, scores, sizeof each);
+    for (int64_t j = WIDE; j < count; j += WIDE)
+        for (int i = 0; i < WIDE; i++) each[i] = scores[j + i] > each[i] ? scores[j + i] : each[i];
+    for (int i = 0; i < WIDE; i++) most = each[i] > most ? each[i] : most;
+    return most;
+}
+
+/* Make weights of `count` scores, a multiple of WIDE, none above `most`; the weights' sum. */
+INLINE float weigh(float *scores, int64_t count, float most) {
+    float total = 0;
+    for (int64_t j = 0; j < count; j++) scores[j] = exponential(scores[j] - most);
+    for (int64_t j = 0; j < count; j++) total += scores[j];
+    return total;
+}
+
+/* One token's queries against the keys of from <= j < to. Into `out`: the values' sums by weight [heads, dim], each
+ * head's largest score [heads], and the sum of its weights [heads]. */
+INLINE void attend_to(const Number *query, const Number *keys, const Number *values, const int64_t *blocks,
+                      int64_t from, int64_t to, float scale, Shape shape, int64_t dim, float *out) {
+    float q[MOST_WIDTH], scores[MOST_HEADS * PART];
+    int64_t padded = (to - from + WIDE - 1) / WIDE * WIDE;
+    for (int64_t i = 0; i < shape.heads * dim; i++) q[i] = load(query[i]) * scale, out[i] = 0;
+    score(q, keys, blocks, from, to, shape, dim, scores);
+    for (int64_t head = 0; head < shape.heads; head++) {
+        float *its = scores + head * PART;
+        for (int64_t j = to - from; j < padded; j++) its[j] = -INFINITY;
+        out[shape.heads * dim + head] = largest(its, padded);
+        out[shape.heads * (dim + 1) + head] = weigh(its, padded, out[shape.heads * dim + head]);
+    }
+    sum_up(scores, values, blocks, from, to, shape, dim, out);
+}
+
+/* out [tokens, heads, dim] = what each token's queries, in rows of `width` numbers, see in a layer's pools. parts[t] is
+ * how many parts the tokens before t have together; `work` has room for heads * (dim + 2) floats for each of all. */
+void attend(const Number *queries, int64_t width, const Number *keys, const Number *values, const Seen *seen,
+            const int64_t *parts, Number *out, float *work, int64_t tokens, int64_t heads, int64_t kv_heads,
+            int64_t dim, int64_t block_size, float scale) {
+    Shape shape = {heads, kv_heads, dim, block_size};
+    int64_t room = heads * (dim + 2);
+#pragma omp parallel if (parts[tokens] > 1)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t part = 0; part < parts[tokens]; part++) {
+            int64_t t = 0;
+            while (parts[t + 1] <= part) t++;
+            int64_t from = seen[t].first + (part - parts[t]) * PART, to = least(from + PART, seen[t].length);
+            const Number *query = queries + t * width;
+            if (dim == 64)
+                attend_to(query, keys, values, seen[t].blocks, from, to, scale, shape, 64, work + part * room);
+            else if (dim == 128)
+                attend_to(query, keys, values, seen[t].blocks, from, to, scale, shape, 128, work + part * room);
+            else
+                attend_to(query, keys, values, seen[t].blocks, from, to, scale, shape, dim, work + part * room);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < tokens * heads; i++) {
+            int64_t t = i / heads, head = i % heads;
+            float most = -INFINITY, total = 0, sum[MOST_DIM] = {0};
+            for (int64_t part = parts[t]; part < parts[t + 1]; part++) {
+                float m = work[part * room + heads * dim + head];
+                most = m > most ? m : most;
+            }
+            for (int64_t part = parts[t]; part < parts[t + 1]; part++) {
+                const float *its = work + part * room;
+                float weight = exponential(its[heads * dim + head] - most);
+                total += weight * its[heads * (dim + 1) + head];
+                for (int64_t d = 0; d < dim; d++) sum[d] += weight * its[head * dim + d];
+            }
+            for (int64_t d = 0; d < dim; d++) out[i * dim + d] = store(sum[d] / total);
+        }
+    }
+}
