@@ -23,7 +23,7 @@ from engine.model.kernels import Kernels, Seen, TorchKernels
 
 IMPLEMENTATION = "keepwarm_paged"
 KERNEL = "paged SDPA"  # for people
-FEW_QUERIES = 4  # of a row: as many or fewer are a kernel's
+FEW_QUERIES = 1  # of a row: as many or fewer are a kernel's
 GROUPED_QUERIES = 64  # from more of them on, a row's own work outweighs reading its keys once per group of heads
 Layer = Callable[
     [int], tuple[torch.Tensor, torch.Tensor]
@@ -226,18 +226,45 @@ def attend(  # noqa: PLR0917 - the tensors, and the two numbers that every layer
     for index, span in spans:
         q = queries[span.offset : span.offset + span.count].transpose(0, 1)[None]
         k, v = (span.keys(pool, window).transpose(0, 1)[None] for pool in (keys, values))
-        explicit = softcap is not None or sinks is not None
-        # The heads that share K and V become rows of one query matrix, so that K and V are read once for all of them.
-        group = q.shape[1] // k.shape[1] if span.count <= GROUPED_QUERIES and not explicit else 1
-        rows = q.reshape(1, q.shape[1] // group, -1, q.shape[3])
-        mask = paged.mask(index, window, group, queries)
-        if explicit:
-            result = _attend_explicitly(rows, k, v, mask, scaling, softcap=softcap, sinks=sinks)
+        if softcap is not None or sinks is not None:
+            mask = paged.mask(index, window, 1, queries)
+            result = _attend_explicitly(q, k, v, mask, scaling, softcap=softcap, sinks=sinks)
+        elif span.count > GROUPED_QUERIES and window is None:
+            result = _attend_causally(q, k, v, scaling)
         else:
+            rows = _grouped(q, k) if span.count <= GROUPED_QUERIES else q
+            mask = paged.mask(index, window, q.shape[1] // rows.shape[1], queries)
             gqa = rows.shape[1] != k.shape[1]
             result = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
         output[span.offset : span.offset + span.count] = result.reshape(q.shape)[0].transpose(0, 1)
     return output
+
+
+def _grouped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The heads that share K and V as rows of one query matrix, so that K and V are read once for all of them."""
+    return q.reshape(1, k.shape[1], -1, q.shape[3])
+
+
+def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """The last keys of k [1, kv_heads, keys, dim] are those of the queries [1, heads, count, dim], which see no later one.
+
+    What came before is attended to apart, without a mask, and both are weighed by the sums of their scores' exponents:
+    half the time of one mask over all, where that is long.
+    """
+    heads, count = q.shape[1:3]
+    before = k.shape[2] - count
+    gqa = heads != k.shape[1]
+    if not before:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    if q.device.type != "cpu":
+        mask = torch.ones(count, k.shape[2], dtype=torch.bool, device=q.device).tril(before)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    old, old_sum = flash(_grouped(q, k), k[:, :, :before], v[:, :, :before], scale=scaling)
+    new_k, new_v = (part[:, :, before:].repeat_interleave(heads // k.shape[1], dim=1) for part in (k, v))
+    new, new_sum = flash(q, new_k, new_v, is_causal=True, scale=scaling)
+    share = torch.sigmoid(old_sum.reshape(new_sum.shape) - new_sum)[..., None]
+    return torch.lerp(new.float(), old.reshape(new.shape).float(), share.float()).to(q.dtype)
 
 
 def _attend_explicitly(

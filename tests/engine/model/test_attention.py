@@ -41,6 +41,12 @@ def test_paged_equals_eager(name: str, tmp_path: Path) -> None:
     assert_exact(tiny.load(name, tmp_path))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "olmo2", "gemma2", "gpt-oss", "gpt2"])
+def test_long_parts_equal_eager_too(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "GROUPED_QUERIES", 3)  # the parts here are as long as the real ones then
+    assert_exact(tiny.load(name, tmp_path))
+
+
 def test_a_model_that_also_sees_is_served_as_one_that_writes(tmp_path: Path) -> None:
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
