@@ -14,11 +14,12 @@ from engine.protocol import Sampling
 
 @dataclass(frozen=True)
 class Draw:
-    """One token to be sampled from a row's last logits.
+    """One token to be sampled from a row's logits.
 
     `seed` is fixed for each sample when its request arrives; `(seed, position)` keys the random numbers, so that a
     sample draws the same ones whatever else runs. `position` is the index in the sequence of the token to be drawn.
-    `prompt_ids` and `reply_ids` are what the penalties look at; both are live and must be read before the commit.
+    `prompt_ids` and `reply_ids` (with what is guessed before this position) are what the penalties look at; both may be
+    live and must be read before the commit.
     """
 
     sampling: Sampling
@@ -34,13 +35,22 @@ class Row:
 
     `block_ids` covers positions 0 … start + len(token_ids) - 1: position p lies in block `block_ids[p // block_size]`
     at slot `p % block_size`. No draws: no logits are wanted. Several: the step ends the prompt of a request with
-    several samples.
+    several samples, and all are sampled from the last logits. Or the last `guessed` tokens are a draft that was not
+    sampled yet: then there is a draw after each of them and one before them, in this order.
     """
 
     token_ids: Sequence[int]
     start: int
     block_ids: Sequence[int]
     draws: Sequence[Draw]
+    guessed: int = 0
+
+    @property
+    def draws_each(self) -> list[int]:
+        """How many draws there are at each of the row's last tokens whose logits are wanted."""
+        if not self.draws:
+            return []
+        return [1] * len(self.draws) if self.guessed else [len(self.draws)]
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class ModelRunner:
             if logits.is_cuda:  # which else goes on when this returns, and nobody knows how long it took
                 torch.cuda.current_stream(self._device).synchronize()
             return [[] for _ in batch.rows]
-        counts = [len(row.draws) for row in batch.rows if row.draws]
+        counts = [count for row in batch.rows for count in row.draws_each]
         if max(counts) > 1:
             logits = logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
         ids = iter(sample(logits, draws))
@@ -56,14 +56,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Forward the batch; the logits after the last token of each row that draws, [such rows, vocabulary]."""
+        """Forward the batch; the logits after each token that a row draws at, [such tokens, vocabulary]."""
         ids = [token for row in batch.rows for token in row.token_ids]
         positions = [row.start + i for row in batch.rows for i in range(len(row.token_ids))]
-        wanted, end = [], 0
+        wanted: list[int] = []
+        end = 0
         for row in batch.rows:
             end += len(row.token_ids)
-            if row.draws:
-                wanted.append(end - 1)
+            wanted += range(end - len(row.draws_each), end)
         paged = PagedContext.build(batch, self._pool.block_size, self._pool.layer, self._device, self.kernels)
         self._copies.before_writes()
         with attending(paged):

@@ -121,6 +121,20 @@ def test_several_draws_come_from_one_row(llama: LoadedModel) -> None:
     assert third == [int(tiny.eager(own, [6])[-1].argmax())]
 
 
+def test_a_guess_is_sampled_after_each_of_its_tokens(llama: LoadedModel) -> None:
+    own = tiny.untouched(llama)
+    runner = ModelRunner(llama, tiny.make_pool(llama))
+    runner.run(Batch(rows=[Row(token_ids=[1, 2, 3], start=0, block_ids=[0, 4], draws=[])]))
+    rows = [
+        Row(token_ids=[4, 5, 6], start=3, block_ids=[0, 4], draws=[draw(), draw(), draw()], guessed=2),
+        Row(token_ids=[6], start=0, block_ids=[2], draws=[draw()]),
+    ]
+    first, second = runner.run(Batch(rows=rows))
+    assert first == tiny.eager(own, [1, 2, 3, 4, 5, 6])[3:].argmax(dim=-1).tolist()
+    assert len(set(first)) > 1
+    assert second == [int(tiny.eager(own, [6])[-1].argmax())]
+
+
 def test_attention_without_a_pool_is_an_error_and_not_a_guess(llama: LoadedModel) -> None:
     with pytest.raises(LookupError):
         llama.module(input_ids=torch.tensor([[1, 2]]))
