@@ -246,7 +246,7 @@ def _grouped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_causally(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """The last keys of k [1, kv_heads, keys, dim] are those of the queries [1, heads, count, dim], which see no later one.
+    """Of causal attention: the last keys [1, kv_heads, keys, dim] are those of the queries [1, heads, count, dim].
 
     What came before is attended to apart, without a mask, and both are weighed by the sums of their scores' exponents:
     half the time of one mask over all, where that is long.

@@ -16,6 +16,7 @@
 #define MOST_DIM 256    /* of a head */
 #define MOST_HEADS 128  /* of a layer */
 #define MOST_WIDTH 8192 /* of all its heads together */
+#define FOUR 4          /* keys, or values, that are computed with at once */
 #define FEW 16384       /* numbers that are not worth waking other threads for */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -67,6 +68,23 @@ INLINE float sum_of(Wide value) {
     memcpy(each, &value, sizeof each);
     for (int i = 0; i < WIDE; i++) sum += each[i];
     return sum;
+}
+
+/* out[i] = the sum of each of `count` values, which are at most FOUR. */
+INLINE void store_sums(const Wide *values, int64_t count, float *out) {
+#ifdef __AVX512F__ /* four at once */
+    if (count == FOUR) {
+        __m512 a = (__m512)values[0], b = (__m512)values[1], c = (__m512)values[2], d = (__m512)values[3];
+        __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+        __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
+        __m512 each = _mm512_add_ps(low, high);
+        __m256 half = _mm256_add_ps(_mm512_castps512_ps256(each), _mm512_extractf32x8_ps(each, 1));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+        return;
+    }
+#endif
+    for (int64_t i = 0; i < count; i++) out[i] = sum_of(values[i]);
 }
 
 /* e to the power of x, for x <= 0: Cephes' polynomial, which compilers make vectors of, where libm's is a call. */
@@ -174,45 +192,40 @@ INLINE Wide load_floats(const float *values) {
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* scores [heads, PART] = the dot products of q [heads, dim] with the keys of positions from <= j < to. */
-INLINE void score(const float *q, const Number *keys, const int64_t *blocks, int64_t from, int64_t to, Shape shape,
-                  int64_t dim, float *scores) {
+/* scores [heads, PART] = the dot products of q [heads, dim] with `count` keys, the first of which is the `at`th of its
+ * part. A row of all heads' keys is `stride` numbers long. */
+INLINE void score(const float *q, const Number *key, int64_t count, int64_t at, Shape shape, int64_t dim,
+                  float *scores) {
     int64_t group = shape.heads / shape.kv_heads, stride = shape.kv_heads * dim;
-    for (int64_t j = from; j < to;) {
-        int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);
-        const Number *key = keys + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;
-        for (; j < end; j++) {
-            for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, key += dim) {
-                Wide k[MOST_DIM / WIDE];
-                for (int64_t d = 0; d < dim / WIDE; d++) k[d] = load_wide(key + d * WIDE);
-                for (int64_t last = head + group; head < last; head++) {
-                    Wide dot = k[0] * load_floats(q + head * dim);
-                    for (int64_t d = 1; d < dim / WIDE; d++) dot += k[d] * load_floats(q + head * dim + d * WIDE);
-                    scores[head * PART + j - from] = sum_of(dot);
-                }
+    for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, key += dim) {
+        Wide k[FOUR][MOST_DIM / WIDE];
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < dim / WIDE; d++) k[i][d] = load_wide(key + i * stride + d * WIDE);
+        for (int64_t last = head + group; head < last; head++) {
+            Wide dots[FOUR] = {0};
+            for (int64_t d = 0; d < dim / WIDE; d++) {
+                Wide its = load_floats(q + head * dim + d * WIDE);
+                for (int64_t i = 0; i < count; i++) dots[i] += its * k[i][d];
             }
+            store_sums(dots, count, scores + head * PART + at);
         }
     }
 }
 
-/* sums [heads, dim] += the values of positions from <= j < to, by their weights [heads, PART]. */
-INLINE void sum_up(const float *weights, const Number *values, const int64_t *blocks, int64_t from, int64_t to,
-                   Shape shape, int64_t dim, float *sums) {
+/* sums [heads, dim] += `count` values by their weights [heads, PART], of which the first is the `at`th of its part. */
+INLINE void sum_up(const float *weights, const Number *value, int64_t count, int64_t at, Shape shape, int64_t dim,
+                   float *sums) {
     int64_t group = shape.heads / shape.kv_heads, stride = shape.kv_heads * dim;
-    for (int64_t j = from; j < to;) {
-        int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);
-        const Number *value = values + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;
-        for (; j < end; j++) {
-            for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, value += dim) {
-                Wide v[MOST_DIM / WIDE];
-                for (int64_t d = 0; d < dim / WIDE; d++) v[d] = load_wide(value + d * WIDE);
-                for (int64_t last = head + group; head < last; head++) {
-                    float weight = weights[head * PART + j - from];
-                    for (int64_t d = 0; d < dim / WIDE; d++) {
-                        Wide sum = load_floats(sums + head * dim + d * WIDE) + weight * v[d];
-                        memcpy(sums + head * dim + d * WIDE, &sum, sizeof sum);
-                    }
-                }
+    for (int64_t kv_head = 0, head = 0; kv_head < shape.kv_heads; kv_head++, value += dim) {
+        Wide v[FOUR][MOST_DIM / WIDE];
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < dim / WIDE; d++) v[i][d] = load_wide(value + i * stride + d * WIDE);
+        for (int64_t last = head + group; head < last; head++) {
+            const float *weight = weights + head * PART + at;
+            for (int64_t d = 0; d < dim / WIDE; d++) {
+                Wide sum = load_floats(sums + head * dim + d * WIDE);
+                for (int64_t i = 0; i < count; i++) sum += weight[i] * v[i][d];
+                memcpy(sums + head * dim + d * WIDE, &sum, sizeof sum);
             }
         }
     }
@@ -236,6 +249,15 @@ INLINE float weigh(float *scores, int64_t count, float most) {
     return total;
 }
 
+/* Of the pool's rows for the positions from <= j < to, do `four` to FOUR at a time, and `one` to each that is left. */
+#define FOR_ROWS(pool, four, one)                                                                                      \
+    for (int64_t j = from, stride = shape.kv_heads * dim; j < to;) {                                                   \
+        int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);                         \
+        const Number *row = (pool) + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;              \
+        for (; j + FOUR <= end; j += FOUR, row += FOUR * stride) four;                                                 \
+        for (; j < end; j++, row += stride) one;                                                                       \
+    }
+
 /* One token's queries against the keys of from <= j < to. Into `out`: the values' sums by weight [heads, dim], each
  * head's largest score [heads], and the sum of its weights [heads]. */
 INLINE void attend_to(const Number *query, const Number *keys, const Number *values, const int64_t *blocks,
@@ -243,14 +265,15 @@ INLINE void attend_to(const Number *query, const Number *keys, const Number *val
     float q[MOST_WIDTH], scores[MOST_HEADS * PART];
     int64_t padded = (to - from + WIDE - 1) / WIDE * WIDE;
     for (int64_t i = 0; i < shape.heads * dim; i++) q[i] = load(query[i]) * scale, out[i] = 0;
-    score(q, keys, blocks, from, to, shape, dim, scores);
+    FOR_ROWS(keys, score(q, row, FOUR, j - from, shape, dim, scores), score(q, row, 1, j - from, shape, dim, scores))
     for (int64_t head = 0; head < shape.heads; head++) {
         float *its = scores + head * PART;
         for (int64_t j = to - from; j < padded; j++) its[j] = -INFINITY;
         out[shape.heads * dim + head] = largest(its, padded);
         out[shape.heads * (dim + 1) + head] = weigh(its, padded, out[shape.heads * dim + head]);
     }
-    sum_up(scores, values, blocks, from, to, shape, dim, out);
+    FOR_ROWS(values, sum_up(scores, row, FOUR, j - from, shape, dim, out),
+             sum_up(scores, row, 1, j - from, shape, dim, out))
 }
 
 /* out [tokens, heads, dim] = what each token's queries, in rows of `width` numbers, see in a layer's pools. parts[t] is
