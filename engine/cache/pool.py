@@ -32,11 +32,15 @@ class KVPool:
         if blocks < 0:
             raise ValueError(f"blocks is {blocks}; a KV pool cannot have fewer than 0")
         self.blocks, self.block_size = blocks, block_size
-        self.data = torch.zeros(layers, 2, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+        self._hold(torch.zeros(layers, 2, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Layer `index`'s K and V, each a view `[blocks, block_size, kv_heads, head_dim]`."""
-        return self.data[index, 0], self.data[index, 1]
+        return self._layers[index]
+
+    def _hold(self, data: torch.Tensor) -> None:
+        self.data = data
+        self._layers = [(layer[0], layer[1]) for layer in data]  # each step asks for all of them
 
     def copy_tokens(self, source: int, target: int, count: int) -> None:
         """Copy the first `count` tokens of block `source`, all layers, to the start of block `target`."""
@@ -52,7 +56,8 @@ class KVPool:
         data = self.data.new_zeros(*shape[:2], blocks, *shape[3:])
         for layer in range(shape[0]):  # one at a time, so that what is copied takes little room in between
             data[layer][:, new] = self.data[layer][:, old]
-        self.data, self.blocks = data, blocks
+        self._hold(data)
+        self.blocks = blocks
 
     def poison(self, block: int) -> None:
         """Fill a block with NaN, so that a test notices whoever reads what was never written."""

@@ -50,11 +50,30 @@ INLINE Wide load_wide(const Number *values) {
     return (Wide)(__builtin_convertvector(halves, Words) << 16);
 #endif
 }
+
+INLINE Words round_wide(Wide values) { /* as `store` does, but into as many bits as there were */
+    Words bits = (Words)values, nan = (Words)(values != values);
+    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (rounded & ~nan) | (nan & 0x7fc0);
+}
+
+INLINE void store_wide(Number *out, Wide values) {
+#ifdef __AVX512F__
+    __m256i halves = _mm512_cvtepi32_epi16((__m512i)round_wide(values));
+#else
+    Halves halves = __builtin_convertvector(round_wide(values), Halves);
+#endif
+    memcpy(out, &halves, sizeof halves);
+}
+
+INLINE Wide rounded(Wide values) { return (Wide)(round_wide(values) << 16); }
 #else
 typedef float Number;
 
 INLINE float load(Number value) { return value; }
 INLINE Number store(float value) { return value; }
+INLINE void store_wide(Number *out, Wide values) { memcpy(out, &values, sizeof values); }
+INLINE Wide rounded(Wide values) { return values; }
 
 INLINE Wide load_wide(const Number *values) {
     Wide result;
@@ -135,10 +154,17 @@ void gate(const Number *x, Number *out, int64_t rows, int64_t width) {
     }
 }
 
-/* One head's x, turned by the cos and sin of its position. */
-INLINE void turn(const Number *restrict x, const Number *restrict cos, const Number *restrict sin, Number *restrict out,
-                 int64_t half) {
-    for (int64_t i = 0; i < half; i++) {
+/* One head's x, turned by the cos and sin of its position; `out` may be x. */
+INLINE void turn(const Number *x, const Number *cos, const Number *sin, Number *out, int64_t half) {
+    int64_t i = 0;
+    for (; i + WIDE <= half; i += WIDE) {
+        Wide a = load_wide(x + i), b = load_wide(x + half + i);
+        Wide first = rounded(a * load_wide(cos + i)) - rounded(b * load_wide(sin + i));
+        Wide second = rounded(b * load_wide(cos + half + i)) + rounded(a * load_wide(sin + half + i));
+        store_wide(out + i, first);
+        store_wide(out + half + i, second);
+    }
+    for (; i < half; i++) {
         float a = load(x[i]), b = load(x[half + i]);
         out[i] = store(load(store(a * load(cos[i]))) - load(store(b * load(sin[i]))));
         out[half + i] = store(load(store(b * load(cos[half + i]))) + load(store(a * load(sin[half + i]))));
@@ -147,11 +173,7 @@ INLINE void turn(const Number *restrict x, const Number *restrict cos, const Num
 
 INLINE void rotate_token(Number *x, const Number *cos, const Number *sin, Number *key, Number *value, int64_t heads,
                          int64_t kv_heads, int64_t dim) {
-    Number turned[MOST_DIM];
-    for (int64_t h = 0; h < heads; h++, x += dim) {
-        turn(x, cos, sin, turned, dim / 2);
-        memcpy(x, turned, (size_t)dim * sizeof *x);
-    }
+    for (int64_t h = 0; h < heads; h++, x += dim) turn(x, cos, sin, x, dim / 2);
     for (int64_t h = 0; h < kv_heads; h++, x += dim) turn(x, cos, sin, key + h * dim, dim / 2);
     memcpy(value, x, (size_t)(kv_heads * dim) * sizeof *x);
 }
