@@ -52,9 +52,6 @@ COMMANDS = [
     for command in (Load, Submit, Cancel, Drop, Estimate, Prefetch, Pin, Demote, Configure, GetSnapshot, Check)
 ]
 STUCK_SECONDS = 0.02  # until requests that wait for others look again
-TEND_SECONDS = 1.0  # between two looks at what has expired
-IDLE_SLICE = 0.01  # seconds of saving at a time while nothing runs
-BUSY_SHARE = 0.1  # of a step's time, for saving while something runs
 
 log = logging.getLogger(__name__)
 Send = Callable[[Sequence[Event]], None]
@@ -76,7 +73,10 @@ class _Prepared:
 
 
 class Engine:
-    """One engine. `inbox` takes commands from any thread; `run` is the loop, and returns after `Shutdown`."""
+    """One engine. `inbox` takes commands from any thread; `run` is the loop, and returns after `Shutdown`.
+
+    `begin`, `round` and `close` are what it is made of.
+    """
 
     def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
         self.inbox: queue.SimpleQueue[Command | _Prepared | _Call] = queue.SimpleQueue()
@@ -89,21 +89,32 @@ class Engine:
     def run(self) -> None:
         """Wait for `Start`, load, then serve until `Shutdown`."""
         command = self.inbox.get()
-        if not isinstance(command, Start):
-            return
+        if isinstance(command, Start) and self.begin(command.config):
+            while not self._stopping:
+                self.round()
+            self.close()
+
+    def begin(self, config: EngineConfig) -> bool:
+        """Load; whether it can serve. `Ready` or `LoadFailed` has been said then."""
         try:
-            self._start(command.config)
+            self._start(config)
         except ModelLoadError as error:
             self._send([LoadFailed(message=str(error))])
-            return
+            return False
         except Exception as error:
-            self._send([LoadFailed(message=str(_unexpected(command.config.model, error)))])
-            return
-        while not self._stopping:
-            self._drain()
-            began = self._clock()
-            self._step()
-            self._send_some(self._keeper.tend(self._clock() - began))
+            self._send([LoadFailed(message=str(_unexpected(config.model, error)))])
+            return False
+        return True
+
+    def round(self) -> None:
+        """Handle what has come, or wait for it; one step of every model that has work; some housekeeping."""
+        self._drain()
+        began = self._clock()
+        self._step()
+        self._send_some(self._keeper.tend(self._clock() - began))
+
+    def close(self) -> None:
+        """Save what a moment allows, and end the workers."""
         self._keeper.close()
 
     # --- loading ----------------------------------------------------------------------------------------------------
