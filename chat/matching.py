@@ -6,14 +6,14 @@ what matters is that the whole path is equal, which its key says.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from chat.templates import ChatTemplate, Entry
-from storage.errors import UnknownMessage
 from storage.keys import path_keys
-from storage.records import MessageRecord, SessionRecord
+from storage.records import MessageRecord, SessionRecord, StoredPath
 from storage.store import Store
 
 
@@ -34,40 +34,36 @@ async def longest_match(
     Stored API chats come before chats of the page, because only the former can simply be continued.
     """
     keys = path_keys((message.role, message.text) for message in messages)
-    for count in range(len(messages), 0, -1):
-        is_last = count == len(messages)
-        if messages[count - 1].role != "assistant" and not is_last:
-            continue
-        found: Match | None = None
-        for record in await store.find_paths(user_id, keys[count - 1]):
-            match = await _usable(store, user_id, record, template, is_last=is_last)
-            if match is None:
-                continue
-            if match.session.id == prefer:
-                return match
-            if found is None or (found.session.origin != "api" and match.session.origin == "api"):
-                found = match
-            if prefer is None and found.session.origin == "api":
-                break
-        if found is not None:
-            return found
-    return None
+    whole = keys[-1]
+    wanted = [key for message, key in zip(messages, keys, strict=True) if message.role == "assistant" or key == whole]
 
-
-async def _usable(
-    store: Store, user_id: str, record: MessageRecord, template: ChatTemplate, *, is_last: bool
-) -> Match | None:
-    try:
-        session, path = await asyncio.gather(
-            store.session(user_id, record.session_id), store.path(record.session_id, record.id)
-        )
-    except UnknownMessage:  # deleted meanwhile
+    def choose(paths: Iterator[StoredPath]) -> Match | None:
+        for key, equal in groupby(paths, attrgetter("key")):
+            usable = (path for path in equal if _usable(path.messages, template, is_last=key == whole))
+            if (found := _best(usable, prefer)) is not None:
+                return Match(found.session, found.messages)
         return None
-    if session is None or any(
+
+    return await store.choose_path(user_id, wanted[::-1], choose)
+
+
+def _best(paths: Iterator[StoredPath], prefer: str | None) -> StoredPath | None:
+    """Of equal paths, the newest first, the one to go on with; no more of them are read than it takes."""
+    found: StoredPath | None = None
+    for path in paths:
+        if path.session.id == prefer:
+            return path
+        if found is None or (found.session.origin != "api" and path.session.origin == "api"):
+            found = path
+        if prefer is None and found.session.origin == "api":
+            break
+    return found
+
+
+def _usable(path: Sequence[MessageRecord], template: ChatTemplate, *, is_last: bool) -> bool:
+    if any(
         message.tokenizer.partition("/")[0] != template.identity or message.status == "streaming" for message in path
     ):
-        return None
+        return False
     last = path[-1]
-    if is_last and not (last.tokenizer == template.rendering and template.ends_prompt(last.token_ids)):
-        return None
-    return Match(session, tuple(path))
+    return not is_last or (last.tokenizer == template.rendering and template.ends_prompt(last.token_ids))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import exists, func, literal, literal_column, select, update
+from sqlalchemy import exists, func, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from storage.errors import UnknownMessage, UnknownSession
 from storage.keys import first_parent_key, path_key
 from storage.models import MessageRow, SessionRow, TokensRow, TurnRow
 from storage.records import MessageRecord, TurnRecord
-from storage.tokens import pack_ids, unpack_ids
+from storage.tokens import pack_ids
 
 _MESSAGE = (
     MessageRow.id,
@@ -74,35 +74,6 @@ def insert_message(
     return MessageRecord(**stored, token_ids=token_ids, tokenizer=tokenizer)
 
 
-def read_path(db: Session, session_id: str, leaf_id: str | None) -> list[MessageRecord]:
-    """The messages from the root to `leaf_id` (None: the session's leaf), with their token ids; one statement."""
-    start = select(MessageRow.id, MessageRow.parent_id, literal(0).label("height")).where(
-        MessageRow.session_id == session_id
-    )
-    if leaf_id is None:
-        leaf = select(SessionRow.leaf_id).where(SessionRow.id == session_id).scalar_subquery()
-        climb = start.where(MessageRow.id == leaf).cte("climb", recursive=True)
-    else:
-        climb = start.where(MessageRow.id == leaf_id).cte("climb", recursive=True)
-    climb = climb.union_all(
-        select(MessageRow.id, MessageRow.parent_id, climb.c.height + 1).join(climb, MessageRow.id == climb.c.parent_id)
-    )
-    statement = (
-        select(*_MESSAGE, TokensRow.ids, TokensRow.tokenizer)
-        .join(climb, climb.c.id == MessageRow.id)
-        .outerjoin(TokensRow, TokensRow.message_id == MessageRow.id)
-        .order_by(climb.c.height.desc())
-    )
-    path = []
-    for row in db.execute(statement):
-        values = dict(row._mapping)
-        ids, tokenizer = values.pop("ids"), values.pop("tokenizer")
-        path.append(MessageRecord(**values, token_ids=unpack_ids(ids or b""), tokenizer=tokenizer or ""))
-    if leaf_id is not None and not path:
-        raise UnknownMessage(leaf_id, session_id)
-    return path
-
-
 def read_children(db: Session, message_id: str | None, session_id: str) -> list[MessageRecord]:
     """The messages right under `message_id` (None: the roots), in the order they were added."""
     statement = select(*_MESSAGE).where(MessageRow.session_id == session_id).order_by(MessageRow.seq)
@@ -146,18 +117,6 @@ def rekey(db: Session, session_id: str) -> None:
         keys[row.id] = path_key(above, row.role, row.text)
         if keys[row.id] != row.path_key:
             db.execute(update(MessageRow).where(MessageRow.id == row.id).values(path_key=keys[row.id]))
-
-
-def read_paths_with_key(db: Session, user_id: str, key: str, limit: int) -> list[MessageRecord]:
-    """This user's messages whose path has this key, the newest first."""
-    statement = (
-        select(*_MESSAGE)
-        .join(SessionRow, SessionRow.id == MessageRow.session_id)
-        .where(MessageRow.path_key == key, SessionRow.user_id == user_id)
-        .order_by(MessageRow.created_at.desc(), MessageRow.seq.desc(), MessageRow.id)
-        .limit(limit)
-    )
-    return [MessageRecord(**row._mapping) for row in db.execute(statement)]
 
 
 def interrupt_streaming(db: Session) -> int:

@@ -102,6 +102,15 @@ class MessageRecord:
     tokenizer: str = ""
 
 
+@dataclass(frozen=True)
+class StoredPath:
+    """Messages from a root on, with token ids; `key` is the last one's path key."""
+
+    key: str
+    session: SessionRecord
+    messages: tuple[MessageRecord, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TurnRecord:
     """The figures of one reply, counted where the work was done.

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, cast
 
-from sqlalchemy import delete, select, tuple_, update
+from sqlalchemy import bindparam, delete, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from storage.errors import UnknownMessage, UnknownModel
@@ -28,6 +28,11 @@ _SUMMARY = (
     SessionRow.pinned,
     SessionRow.ttl_s,
 )
+
+_session = SessionRow.__table__.c
+_SESSION = select(*(_session[name] for name in SessionRecord.__dataclass_fields__)).where(
+    _session.id == bindparam("session"), _session.user_id == bindparam("user")
+)  # made once: every turn waits for it
 
 
 def implicit_admin(db: Session, now: float) -> UserRecord:
@@ -65,10 +70,7 @@ def insert_session(db: Session, record: SessionRecord) -> SessionRecord:
 
 def find_session(db: Session, user_id: str, session_id: str) -> SessionRecord | None:
     """The session, if it is this user's."""
-    statement = select(*_SUMMARY, SessionRow.system_prompt, SessionRow.model_id).where(
-        SessionRow.id == session_id, SessionRow.user_id == user_id
-    )
-    row = db.execute(statement).one_or_none()
+    row = db.execute(_SESSION, {"session": session_id, "user": user_id}).one_or_none()
     return None if row is None else SessionRecord(**row._mapping)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy.orm import Session
 
-from storage import messages, saved, sessions
+from storage import messages, paths, saved, sessions
 from storage.cache_tables import CacheTables, note_drops
 from storage.catalog import Catalog
 from storage.deletion import mark_scrub_due
@@ -28,11 +28,14 @@ from storage.records import (
     SessionRecord,
     SessionSummary,
     Status,
+    StoredPath,
     TurnRecord,
     UserRecord,
     new_id,
 )
 from storage.threads import Threads
+
+T = TypeVar("T")
 
 
 class Store:
@@ -241,7 +244,7 @@ class Store:
 
         Raises UnknownMessage when `leaf_id` is no message of the session.
         """
-        return await self._threads.read(lambda db: messages.read_path(db, session_id, leaf_id))
+        return await self._threads.read(lambda db: paths.read_path(db, session_id, leaf_id))
 
     async def children(self, message_id: str | None, session_id: str) -> list[MessageRecord]:
         """The messages right under `message_id` (None: the roots) in the order they were added; no token ids."""
@@ -249,7 +252,16 @@ class Store:
 
     async def find_paths(self, user_id: str, path_key: str, limit: int = 20) -> list[MessageRecord]:
         """This user's messages whose whole path has this key (`storage.keys`), the newest first; no token ids."""
-        return await self._threads.read(lambda db: messages.read_paths_with_key(db, user_id, path_key, limit))
+        return await self._threads.read(lambda db: paths.read_paths_with_key(db, user_id, path_key, limit))
+
+    async def choose_path(
+        self, user_id: str, path_keys: Sequence[str], choose: Callable[[Iterator[StoredPath]], T], limit: int = 20
+    ) -> T:
+        """What `choose` makes of this user's paths with these keys: in the order of the keys, the newest of each first.
+
+        It is called on a reading thread; each path is read when it asks for it, all as of one moment.
+        """
+        return await self._threads.read(lambda db: choose(paths.stored_paths(db, user_id, path_keys, limit)))
 
     async def interrupt_streaming(self) -> int:
         """At start: what a dead server left "streaming" becomes "interrupted"; how many messages that were."""
