@@ -166,6 +166,7 @@ class _Api:
                 "context_length": model.context_length or None,
                 "device": model.device or None,
                 "dtype": model.dtype or None,
+                "weights": model.weights or None,
                 "notice": model.notes.notice or None,
                 "thinking": model.notes.thinking,
             }

@@ -124,6 +124,7 @@ def _model(settings: Settings, *, running: bool) -> list[Finding]:
     findings, device = doctor_machine.device(settings, doctor_model.recorded(settings, cache_dir))
     if device is None:
         return findings
+    findings += doctor_machine.weights(settings, device)
     located = doctor_model.locate(settings, cache_dir, device.dtype)
     if isinstance(located, Finding):
         return [*findings, located]

@@ -26,7 +26,8 @@ async def loaded(config: EngineConfig) -> AsyncIterator[Finding]:
         capabilities = await engine.wait_ready()
         took = seconds(time.monotonic() - started)
         attention = f"{capabilities.attention} agrees with the model's own attention"
-        yield ok("load", f"ready after {took}; {attention}, {count(capabilities.threads, 'thread')}")
+        threads = count(capabilities.threads, "thread")
+        yield ok("load", f"ready after {took}; {attention}, weights in {capabilities.weights}, {threads}")
         yield _speed(await _measure(engine, capabilities))
     except EngineUnavailable as error:
         yield Finding("problem", "load", str(error), "the findings above may say why; otherwise --log-level debug does")

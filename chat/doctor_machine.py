@@ -116,6 +116,27 @@ def device(settings: Settings, recorded: str | None) -> tuple[list[Finding], Dev
     return findings, Device(target.type, dtype, capacity, free)
 
 
+def weights(settings: Settings, found: Device) -> Iterator[Finding]:
+    """In how many bits the weights would be computed with, and why."""
+    import torch
+
+    from engine.errors import ModelLoadError
+    from engine.model import loading
+
+    try:
+        chosen = loading.choose_weights(settings.weights, torch.device(found.name), loading.DTYPES[found.dtype])
+    except ModelLoadError as error:
+        yield Finding("problem", "bits of weights", str(error), "start with --weights auto")
+        return
+    if settings.weights != "auto":
+        yield ok("bits of weights", f"{chosen}, as set with weights = {settings.weights}")
+    elif chosen == "auto":
+        yield ok("bits of weights", "as few as the model's own have: 4, 8 or 16, of all of which this CPU makes use")
+    else:
+        quick = "auto takes fewer only in bfloat16, on a CPU with AVX-512 that multiplies it"
+        yield ok("bits of weights", f"those of {found.dtype}; {quick}")
+
+
 def _measured(kind: str) -> tuple[str, int, int]:
     """The device's name, its memory and how much of that is free, in bytes."""
     from engine.model import hardware

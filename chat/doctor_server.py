@@ -73,7 +73,8 @@ def examine(url: str, figures: ServerFigures) -> list[Finding]:
     threads = f", {count(capabilities.threads, 'thread')}" if capabilities.device == "cpu" else ""
     others = len(figures.snapshot.models) - 1 if figures.snapshot is not None else 0
     more = f" and {count(others, 'other model')}" if others > 0 else ""
-    serves = f"{capabilities.model_name}{more} in {capabilities.dtype} on {capabilities.device}{threads}"
+    form = capabilities.dtype + (f" with {capabilities.weights} weights" if "int" in capabilities.weights else "")
+    serves = f"{capabilities.model_name}{more} in {form} on {capabilities.device}{threads}"
     return [ok("server", f"{who}, serves {serves}, {capabilities.attention}"), *answers(figures)]
 
 

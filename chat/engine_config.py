@@ -27,6 +27,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         adapter=settings.adapter,
         device=settings.device,
         dtype=settings.dtype,
+        weights=settings.weights,
         context=settings.context,
         cache=cache_config(settings),
         kv_dir=str(kv_dir(settings.data_dir)),

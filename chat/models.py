@@ -181,6 +181,7 @@ class Models:
             context_length=known.capabilities.context_length if known else 0,
             device=known.capabilities.device if known else "",
             dtype=known.capabilities.dtype if known else "",
+            weights=known.capabilities.weights if known else "",
             notes=self.notes(record.id),
         )
 
@@ -221,7 +222,8 @@ class Models:
 
     async def _served(self, what: str, source: str, adapter: str) -> Capabilities:
         try:
-            return await self._engine.load(source, adapter or None, self._engine.config.dtype)
+            config = self._engine.config
+            return await self._engine.load(source, adapter or None, config.dtype, config.weights)
         except ModelLoadError as error:
             raise ModelUnavailable(f"{what} cannot be loaded: {error}.") from error
         except EngineUnavailable as error:

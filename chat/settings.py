@@ -60,6 +60,10 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Number format of the weights and the cache; float32 repeats a reply exactly."
     )
+    weights: Literal["auto", "bf16", "int8", "int4"] = Field(
+        "auto",
+        description="Bits of the weights on a CPU in bfloat16: auto takes the 4 or 8 that a model's own have, else 16.",
+    )
     context: int | None = Field(
         None,
         ge=1,

@@ -36,7 +36,7 @@ class ModelView:
     """A model that a chat can be held with. `source` and `adapter` ("": none) are what was named when it was loaded.
 
     `default`: the one that the server started with. `served`: the engine knows it now, so that it answers at once;
-    `context_length` (tokens, else 0), `device`, `dtype` and `notes` are known only then.
+    `context_length` (tokens, else 0), `device`, `dtype`, `weights` and `notes` are known only then.
     """
 
     id: str
@@ -48,6 +48,7 @@ class ModelView:
     context_length: int = 0
     device: str = ""
     dtype: str = ""
+    weights: str = ""
     notes: ModelNotes = ModelNotes()
 
 

@@ -72,12 +72,14 @@ class EngineClient(EngineConnection):
         """Stop a request, or one sample of it, within one step; it ends with `Finished(reason="cancelled")`."""
         self._send(Cancel(request_id=request_id, index=index))
 
-    async def load(self, model: str, adapter: str | None = None, dtype: str = "auto") -> Capabilities:
+    async def load(
+        self, model: str, adapter: str | None = None, dtype: str = "auto", weights: str = "auto"
+    ) -> Capabilities:
         """Have another model served, or find out that it is. Takes from milliseconds to minutes; `state.loads` tells.
 
         Raises `ModelLoadError` when it cannot be, `EngineUnavailable` when the engine is not ready or dies meanwhile.
         """
-        call = Load(call_id=self._call_id(), model=model, adapter=adapter, dtype=dtype)
+        call = Load(call_id=self._call_id(), model=model, adapter=adapter, dtype=dtype, weights=weights)
         try:
             return (await self._call(call, Loaded)).capabilities
         finally:

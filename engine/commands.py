@@ -44,14 +44,15 @@ class Start(Message, frozen=True, kw_only=True):
 class Load(Message, frozen=True, kw_only=True):
     """Serve another model beside those that are served already. Answered by `Loaded` or `LoadRefused`.
 
-    `model`, `adapter` and `dtype` are what they are in `EngineConfig`. While it loads, `Loading` with the `call_id`
-    tells how far it is; requests to other models go on, but for the seconds in which the weights are read.
+    `model`, `adapter`, `dtype` and `weights` are what they are in `EngineConfig`. While it loads, `Loading` with the
+    `call_id` tells how far it is; requests to other models go on, but for the seconds in which the weights are read.
     """
 
     call_id: str
     model: str
     adapter: str | None = None
     dtype: str = "auto"
+    weights: str = "auto"
 
 
 class Submit(Message, frozen=True, kw_only=True):

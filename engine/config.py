@@ -42,13 +42,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `model` is "smollm2" (the embedded default), a Hugging Face directory or hub id, or a GGUF file, `adapter` a LoRA
     adapter for it (a PEFT directory or hub id). `device` is auto, cpu, cuda or mps; `dtype` auto, float32, bfloat16
-    or float16. `context` is the most tokens of a prompt and its reply; None serves all that the model was made for.
-    `cache` says what the tiers may hold. `block_size` is in tokens. Converted weights are kept in `cache_dir`, the disk
-    tier's files in `kv_dir`; None turns that tier off whatever its budget. `cold_kv_dtype` int8 keeps K and V in host
-    and disk at about half their size and not exactly; auto keeps them as they are. `force` is for tests: load whatever
-    a tier holds, or compute it again; None takes what is quicker. `threads` is torch's thread count on the CPU; None
-    takes one per core. `max_batch_tokens` bounds one forward pass. `log_level` is debug, info, warning or
-    error.
+    or float16; `weights` auto, bf16, int8 or int4: what linear layers multiply by in bfloat16 on the CPU. `context` is
+    the most tokens of a prompt and its reply; None serves all that the model was made for. `cache` says what the tiers
+    may hold. `block_size` is in tokens. Converted weights are kept in `cache_dir`, the disk tier's files in `kv_dir`;
+    None turns that tier off whatever its budget. `cold_kv_dtype` int8 keeps K and V in host and disk at about half
+    their size and not exactly; auto keeps them as they are. `force` is for tests: load whatever a tier holds, or
+    compute it again; None takes what is quicker. `threads` is torch's thread count on the CPU; None takes one per core.
+    `max_batch_tokens` bounds one forward pass. `log_level` is debug, info, warning or error.
     """
 
     cache_dir: str
@@ -56,6 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
     context: int | None = None
     cache: CacheConfig = CacheConfig()
     kv_dir: str | None = None

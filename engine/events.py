@@ -24,8 +24,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine serves and can do.
 
     `model_path` is a directory with `tokenizer.json`, `tokenizer_config.json` and `config.json` of the loaded model.
-    `eos_ids` end a reply by the model's own account. `commands` names the commands this engine answers. `threads` is
-    what torch uses, `attention` the kernel chosen at start.
+    `eos_ids` end a reply by the model's own account. `weights` is what most of those are: int4, int8, bf16, or as the
+    dtype says. `commands` names the commands this engine answers. `threads` is what torch uses, `attention` the kernel
+    chosen at start.
     """
 
     model_name: str
@@ -33,6 +34,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     device: str
     dtype: str
+    weights: str
     attention: str
     context_length: int
     vocab_size: int
@@ -123,8 +125,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens = device_tokens + host_tokens + disk_tokens + computed_tokens. `device_tokens` were found in the pool,
     `host_tokens` and `disk_tokens` were copied into it from there, `computed_tokens` went through the model.
-    `recomputed_tokens` went through it again after a preemption. `output_tokens` were sampled. `restore_s` was spent
-    waiting for copies. `miss` says why the rest was not found; None: nothing but the last token had to be computed.
+    `recomputed_tokens` went through it again after a preemption. `output_tokens` were sampled; `drafted_tokens` were
+    guessed and checked, and the `accepted_tokens` of them are part of the output. `restore_s` was spent waiting for
+    copies. `miss` says why the rest was not found; None: nothing but the last token had to be computed.
     Samples after the first share the first one's prompt: all of theirs counts as found. Times are on the engine's
     clock from the arrival of `Submit`: `queue_s` until admission, `first_token_s` until the first token, `total_s`.
     """
@@ -136,6 +139,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int
     recomputed_tokens: int
     output_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int
     queue_s: float
     restore_s: float = 0.0
@@ -318,7 +323,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     """Answer to `GetSnapshot`: gauges now, counters since the start of the process, over all `models`.
 
     free + leased + idle = total blocks; `pool_bytes` of the `budget_bytes` for KV are given to pools, and blocks in use
-    take `used_bytes`. `steps` counts forward passes, `forwarded_tokens` the tokens that went through them.
+    take `used_bytes`. `steps` counts forward passes, `forwarded_tokens` the tokens that went through them, among them
+    `drafted_tokens` that were guessed, of which `accepted_tokens` came true.
     `tiers` are the ledger of memory, `sessions` where each session's blocks are. `staging_bytes` are buffers in which
     blocks travel between tiers, `saving_blocks` wait to be written, `loading_blocks` to be read.
     """
@@ -338,6 +344,8 @@ class Snapshot(Message, frozen=True, kw_only=True):
     forwarded_tokens: int
     reused_tokens: int
     sampled_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     preemptions: int
     evicted_blocks: int
     tiers: list[TierUsage] = msgspec.field(default_factory=list)

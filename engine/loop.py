@@ -126,7 +126,7 @@ class Engine:
         self._residents = Residents(config, self._clock, lambda note: self.inbox.put(_Call(note)))
         self._keeper = Keeper(self._residents, self._clock)
         progress = self._progress("")
-        found = self._residents.find(Wanted(config.model, config.adapter, config.dtype), progress)
+        found = self._residents.find(Wanted(config.model, config.adapter, config.dtype, config.weights), progress)
         served = self._residents.bring(found, progress)
         self._send([Ready(capabilities=served.capabilities(found.prepared, COMMANDS))])
 
@@ -141,7 +141,7 @@ class Engine:
         result: Found | ModelLoadError
         try:
             with self._finding:
-                wanted = Wanted(load.model, load.adapter, load.dtype)
+                wanted = Wanted(load.model, load.adapter, load.dtype, load.weights)
                 result = self._residents.find(wanted, self._progress(load.call_id))
         except ModelLoadError as error:
             result = error

@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person asked to load: a model as they name it, an adapter for it, and a dtype or "auto"."""
+    """What a person asked to load: a model as they name it, an adapter for it, a dtype and weights, or "auto"."""
 
     model: str
     adapter: str | None
     dtype: str
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Residents:
         """
         cache_dir = Path(self._config.cache_dir)
         dtype = recorded_dtype(cache_dir, wanted.model, self._config.device, wanted.dtype)
-        _, kind = loading.choose(self._config.device, dtype)
+        target, kind = loading.choose(self._config.device, dtype)
+        loading.choose_weights(wanted.weights, target, kind)
         prepared = sources.prepare(wanted.model, cache_dir, progress, adapter=wanted.adapter, dtype=kind)
         return Found(wanted, prepared, dtype)
 
@@ -196,8 +198,9 @@ class Residents:
         """The served model of these very files, whose contents are as they were: they need not be read to know it."""
         _, kind = loading.choose(self._config.device, found.dtype)
         for served in self:
-            known = (served.loaded.prepared, served.loaded.dtype, served.contents)
-            if known == (found.prepared, kind, contents(found.prepared)):
+            loaded = served.loaded
+            known = (loaded.prepared, loaded.dtype, loaded.weights, served.contents)
+            if known == (found.prepared, kind, found.wanted.weights, contents(found.prepared)):
                 return served
         return None
 
@@ -211,7 +214,7 @@ class Residents:
         if context is not None and self._models:  # the setting is for the model that it was chosen for
             config = kinds.text_config(read_configuration(prepared.path))
             context = min(context, loading.longest_context(prepared.name, config))
-        loaded = loading.load(prepared, self._config.device, found.dtype, context)
+        loaded = loading.load(prepared, self._config.device, found.dtype, context, found.wanted.weights)
         of_the_hub = sources.locate(found.wanted.model).path is None  # a fetched version never changes
         if not of_the_hub and self.find(found.wanted, lambda *_: None).prepared.digest != prepared.digest:
             raise ModelLoadError(f"the files of {prepared.name} have changed since they were looked at: load it again")

@@ -55,6 +55,7 @@ class Measures:
     vocab_size: int
     block_bytes: int
     weight_bytes: int
+    weights: str
 
     @classmethod
     def of(cls, loaded: LoadedModel, block_size: int) -> Measures:
@@ -67,6 +68,7 @@ class Measures:
             vocab_size=loaded.module.get_input_embeddings().num_embeddings,
             block_bytes=shape.bytes_per_token(loaded.dtype) * block_size,
             weight_bytes=sum(parameter.nbytes for parameter in loaded.module.parameters()),
+            weights=loading.weights_of(loaded),
         )
 
 
@@ -146,6 +148,7 @@ class ServedModel:
             fingerprint=measures.fingerprint,
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
+            weights=measures.weights,
             attention=KERNEL,
             context_length=measures.context_length,
             vocab_size=measures.vocab_size,

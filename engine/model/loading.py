@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,18 +19,24 @@ from engine.model import fused, kinds, packing, rope
 from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
 from engine.model.files import one_line
+from engine.model.memory import available
+from engine.model.packing import Weights
 from engine.model.sources import PreparedModel
 from engine.model.weights import check_complete
+from engine.words import size
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ORIGIN = {"_name_or_path", "transformers_version"}  # what a configuration says of itself, not of the model
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory, its attention implementation set to the paged one.
 
-    `context` is how many positions it serves; its rotary positions are those of a text of that length.
+    `context` is how many positions it serves; its rotary positions are those of a text of that length. `weights` is
+    what was asked for; what came of it, `weights_of` tells.
     """
 
     prepared: PreparedModel
@@ -37,6 +44,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     context: int
+    weights: Weights = "auto"
 
 
 def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -45,15 +53,38 @@ def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
     return target, _choose_dtype(dtype, target)
 
 
+def choose_weights(weights: str, device: torch.device, dtype: torch.dtype) -> Weights:
+    """What weights to compute with: "bf16" where "auto" cannot be less. Raises `ModelLoadError` for what cannot be."""
+    if weights not in get_args(Weights):
+        raise ModelLoadError(f"unknown weights {weights!r}: use {', '.join(get_args(Weights))}")
+    if weights == "auto":
+        quick = _cpu_multiplies_bf16() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return "auto" if quick and device.type == "cpu" and dtype == torch.bfloat16 else "bf16"
+    if dtype != torch.bfloat16 or (weights != "bf16" and device.type != "cpu"):
+        name, where = str(dtype).removeprefix("torch."), "" if weights == "bf16" else f" on {device.type}"
+        fix = "bfloat16" if weights == "bf16" else "bfloat16 and --device cpu"
+        raise ModelLoadError(
+            f"weights {weights!r} cannot be had in {name}{where}: use --weights auto, or --dtype {fix}"
+        )
+    return cast(Weights, weights)
+
+
 def load(
-    prepared: PreparedModel, device: str, dtype: str, context: int | None = None, *, fuse: bool = True
+    prepared: PreparedModel,
+    device: str,
+    dtype: str,
+    context: int | None = None,
+    weights: str = "auto",
+    *,
+    fuse: bool = True,
 ) -> LoadedModel:
     """Read the weights onto the device, to serve `context` positions (None: as many as the model was made for).
 
-    `fuse` puts layers that compute the same in fewer operations in the place of transformers' own.
-    Raises `ModelLoadError` with the reason when that is not possible.
+    `weights` is auto, bf16, int8 or int4. `fuse` puts layers that compute the same in fewer operations in the place of
+    transformers' own, where there are such. Raises `ModelLoadError` with the reason when that is not possible.
     """
     target, kind = choose(device, dtype)
+    chosen = choose_weights(weights, target, kind)
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(prepared.path, **here)
@@ -73,8 +104,8 @@ def load(
         module = module.to(target).eval()
         if fuse:
             fused.fuse(module)
-        if target.type == "cpu" and kind == torch.bfloat16 and _cpu_multiplies_bf16():
-            packing.pack(module)
+        if target.type == "cpu" and kind == torch.bfloat16 and (_cpu_multiplies_bf16() or chosen != "bf16"):
+            _pack(module, chosen, prepared.name)
         module.set_attn_implementation(IMPLEMENTATION)
     except ModelLoadError:
         raise
@@ -82,7 +113,25 @@ def load(
         raise ModelLoadError(f"cannot load {prepared.name} from {prepared.path}: {one_line(error)}") from error
     served = _served(prepared.name, kinds.text_config(module.config), context)
     rope.freeze(module, served)
-    return LoadedModel(prepared=prepared, module=module, device=target, dtype=kind, context=served)
+    return LoadedModel(
+        prepared=prepared, module=module, device=target, dtype=kind, context=served, weights=cast(Weights, weights)
+    )
+
+
+def _pack(module: Any, weights: Weights, name: str) -> None:
+    lacking = packing.pack(module, weights, available(torch.device("cpu")), reorder=_cpu_multiplies_bf16())
+    if lacking and packing.layouts(module):
+        log.warning(
+            "%s reads prompts several times slower than it could: there is no room for a copy of its weights in "
+            "bfloat16, %s; close other programs, or start with --weights bf16",
+            name,
+            size(lacking),
+        )
+
+
+def weights_of(loaded: LoadedModel) -> str:
+    """What most of its weights are: "int4", "int8", "bf16", or as the dtype says."""
+    return packing.called(loaded.module) if loaded.dtype == torch.bfloat16 else str(loaded.dtype).removeprefix("torch.")
 
 
 def fingerprint(loaded: LoadedModel, block_size: int, format_version: int = 1) -> str:
@@ -96,6 +145,8 @@ def fingerprint(loaded: LoadedModel, block_size: int, format_version: int = 1) -
         "block_size": block_size,
         "format": format_version,
     }
+    if bits := packing.layouts(loaded.module):
+        facts["bits"] = bits
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -1,26 +1,38 @@
-"""Weights in the layout that oneDNN multiplies by, laid out once instead of at every call.
+"""Weights in the layouts that the processor multiplies by, laid out once instead of at every call.
 
-Measured with the embedded model in bfloat16 on two cores with AMX, all its matrices: 20 instead of 30 ms for a token,
-30 instead of 40 ms for forty; from 512 on there is no difference. Other dtypes and devices have layouts of their own.
+bfloat16 is laid out for oneDNN. Measured with the embedded model on two cores with AMX, all its matrices: 20 instead of
+30 ms for a token, 30 instead of 40 ms for forty; from 512 on there is no difference. Weights of 4 or 8 bits are in
+`engine.model.quantised`. This module knows which layers take which layout; other dtypes and devices have their own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from engine.model.quantised import QuantisedLinear, can_hold, own_bits, quantise
+
+Weights = Literal["auto", "bf16", "int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
+COMFORT = 1.5  # so many times what copies take must be free for them
+
+_reorder = torch.ops.mkldnn._reorder_linear_weight.default
+_multiply = torch.ops.mkldnn._linear_pointwise.default
 
 
 class PackedLinear(nn.Module):
     """What an `nn.Linear` computes, to rounding. Its own weight is let go; `weight` lays it out again."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.packed = nn.Parameter(packed, requires_grad=False)
-        self.bias = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self.packed = nn.Parameter(_reorder(weight.detach(), None), requires_grad=False)
+        self.bias = bias
 
     @property
     def weight(self) -> torch.Tensor:
@@ -29,21 +41,93 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in] → […, out]."""
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        result: torch.Tensor = _multiply(x, self.packed, self.bias, "none", [], "")
         return result
 
 
-def pack(model: nn.Module) -> None:
-    """Have every linear layer of a bfloat16 model in RAM compute with a packed weight.
+def pack(model: nn.Module, weights: Weights, free: int, *, reorder: bool = True) -> int:
+    """Have the linear layers of a bfloat16 model in RAM compute with packed weights.
 
-    What shares its weight with another module, as an output layer may with the embedding, stays as it is: it would be
-    there twice. So does what is no plain `nn.Linear`, and what something listens to.
+    "int4" and "int8" are the bits of all layers, but for the output layer, which has 8 at least; "auto" gives each
+    layer those that its numbers already have, so that nothing is lost. They are for few rows; for more there is a
+    bfloat16 copy of each, and a packed one of an output layer that shares the embedding's weight, unless those are more
+    than `free` bytes hold comfortably. Where oneDNN does not multiply bfloat16, not to `reorder` keeps that as it is.
+    Returns the bytes of the copies there was no room for.
+
+    What else shares its weight stays as it is: it would be there twice. So does what is no plain `nn.Linear`, and what
+    something listens to.
     """
+    layers = dict(_layers(model))
+    own = {name: own_bits(layer.weight) if _quantises(layer, weights) else None for name, layer in layers.items()}
+    bits = {name: _bits(model, layer, weights, own[name]) for name, layer in layers.items()}
+    twice = sum(layer.weight.nbytes for name, layer in layers.items() if bits[name] or _is_embedding(model, layer))
+    copies = COMFORT * twice <= free
+    for name in list(layers):
+        layer = layers.pop(name)
+        if found := bits[name]:
+            model.set_submodule(
+                name, _quantised(layer, found, exact=own[name] == found, copies=copies, reorder=reorder)
+            )
+        elif reorder and (copies or not _is_embedding(model, layer)):
+            model.set_submodule(name, PackedLinear(layer.weight, layer.bias))
+    return 0 if copies else twice
+
+
+def layouts(model: nn.Module) -> dict[str, int]:
+    """The bits of each layer that has fewer than the dtype's, by its name."""
+    return {name: each.bits for name, each in model.named_modules() if isinstance(each, QuantisedLinear)}
+
+
+def called(model: nn.Module) -> str:
+    """What most of the numbers of a bfloat16 model's linear layers are: "int4", "int8" or "bf16"."""
+    numbers: Counter[str] = Counter()
+    for each in model.modules():
+        if isinstance(each, QuantisedLinear):
+            numbers[f"int{each.bits}"] += each.in_features * each.out_features
+            numbers["bf16"] -= each.in_features * each.out_features if each.many is not None else 0
+        elif isinstance(each, PackedLinear | nn.Linear):
+            numbers["bf16"] += each.in_features * each.out_features
+    return max(numbers, key=numbers.__getitem__, default="bf16")
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for name in [name for name, _ in model.named_modules()]:
-        module = model.get_submodule(name)
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and not _is_listened_to(module):
-            model.set_submodule(name, PackedLinear(module))
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or _is_listened_to(module):
+            continue
+        if owners[id(module.weight)] == 1 or _is_embedding(model, module):
+            yield name, module
+
+
+def _is_embedding(model: nn.Module, layer: nn.Linear) -> bool:
+    """Whether it is the output layer with the embedding's weight."""
+    embedding = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    return _is_output(model, layer) and layer.weight is getattr(embedding, "weight", None)
+
+
+def _is_output(model: nn.Module, layer: nn.Linear) -> bool:
+    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is layer
+
+
+def _quantises(layer: nn.Linear, weights: Weights) -> bool:
+    return weights != "bf16" and can_hold(layer.weight)
+
+
+def _bits(model: nn.Module, layer: nn.Linear, weights: Weights, own: int | None) -> int | None:
+    """The bits that a layer is to have, whose numbers have `own`; None: those of bfloat16."""
+    if not _quantises(layer, weights) or weights == "auto":
+        return own
+    return 8 if _is_output(model, layer) else BITS[weights]
+
+
+def _quantised(layer: nn.Linear, bits: int, *, exact: bool, copies: bool, reorder: bool) -> QuantisedLinear:
+    """`exact`: its numbers have so many bits, so that codes say what it has."""
+    codes = quantise(layer.weight, bits, exact=exact)
+    if not copies:
+        return QuantisedLinear(codes, layer.bias, None)
+    if not exact:
+        layer.weight = nn.Parameter(codes.numbers().to(layer.weight.dtype), requires_grad=False)
+    return QuantisedLinear(codes, layer.bias, PackedLinear(layer.weight, layer.bias) if reorder else layer)
 
 
 def _is_listened_to(module: nn.Module) -> bool:

@@ -77,8 +77,8 @@ def test_a_fresh_machine_is_looked_at_and_left_as_it_was(tmp_path: Path, tiny_mo
     names = [line[6:22].strip() for line in output.splitlines() if line[:4].strip() in {"ok", "warn"}]
     assert names == [
         "versions", "machine", "memory", "settings", "data directory", "host tier", "disk tier", "server", "port",
-        "database", "device", "number format", "model", "architecture", "weights", "cache", "tokenizer",
-        "chat template",
+        "database", "device", "number format", "bits of weights", "model", "architecture", "weights",
+        "cache", "tokenizer", "chat template",
     ]  # fmt: skip
     assert all(len(line) <= 100 for line in output.splitlines())
 

@@ -51,6 +51,7 @@ class FakeEngine:
             fingerprint="f" * 16,
             device="cpu",
             dtype="float32",
+            weights="float32",
             attention="none",
             context_length=context_length,
             vocab_size=49152,
@@ -65,7 +66,7 @@ class FakeEngine:
         self.started_at = 0.0
         self.config = EngineConfig(cache_dir="", model="smollm2")
         self.others: dict[str, Capabilities | str] = {}  # further models by source; a text is why one is refused
-        self.loaded: list[tuple[str, str | None, str]] = []
+        self.loaded: list[tuple[str, str | None, str, str]] = []
         self.load_begun, self.load_gate = asyncio.Event(), asyncio.Event()  # each load waits for the gate
         self.load_gate.set()
         self.served = {self.capabilities.fingerprint}
@@ -103,8 +104,10 @@ class FakeEngine:
     def serves(self, fingerprint: str) -> bool:
         return fingerprint in self.served
 
-    async def load(self, model: str, adapter: str | None = None, dtype: str = "auto") -> Capabilities:
-        self.loaded.append((model, adapter, dtype))
+    async def load(
+        self, model: str, adapter: str | None = None, dtype: str = "auto", weights: str = "auto"
+    ) -> Capabilities:
+        self.loaded.append((model, adapter, dtype, weights))
         self.load_begun.set()
         await self.load_gate.wait()
         found = self.others.get(f"{model}+{adapter}" if adapter else model, f"no model {model!r}")

@@ -93,6 +93,7 @@ CAPABILITIES = Capabilities(
     fingerprint="f",
     device="cpu",
     dtype="bfloat16",
+    weights="int4",
     attention="paged SDPA",
     context_length=8192,
     vocab_size=49152,
@@ -142,7 +143,7 @@ def test_a_server_that_is_well() -> None:
         Finding(
             "ok",
             "server",
-            "Keepwarm 0.1.0 at http://127.0.0.1:7860, process 7, up for 2 hours, serves m in bfloat16 on cpu, "
+            "Keepwarm 0.1.0 at http://127.0.0.1:7860, process 7, up for 2 hours, serves m in bfloat16 with int4 weights on cpu, "
             "4 threads, paged SDPA",
         ),
         Finding(

@@ -83,7 +83,7 @@ async def test_after_a_restart_the_model_of_a_chat_is_loaded_when_it_goes_on(ser
     served = {model.name: model.served for model in await again.models()}  # in either order: the default is being noted
     assert served["other"] is False
     await say(again, chat.id, "two")
-    assert engine.loaded == [("/models/other", None, "auto")] * 2
+    assert engine.loaded == [("/models/other", None, "auto", "auto")] * 2
     assert engine.submits[-1].model == other.fingerprint
     assert [(model.name, model.served) for model in await again.models()] == [("fake-smollm2", True), ("other", True)]
     await again.close()

@@ -46,19 +46,28 @@ def test_every_shape_of_input_gives_what_it_gives_without(shape: tuple[int, ...]
     torch.manual_seed(0)
     linear = nn.Linear(24, 40, bias=bias, dtype=torch.bfloat16)
     x = torch.randn(shape, dtype=torch.bfloat16)
-    torch.testing.assert_close(PackedLinear(linear)(x), linear(x), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(PackedLinear(linear.weight, linear.bias)(x), linear(x), rtol=0.02, atol=0.02)
     wide = torch.randn((3, 48), dtype=torch.bfloat16)
-    torch.testing.assert_close(PackedLinear(linear)(wide[:, ::2]), linear(wide[:, ::2]), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        PackedLinear(linear.weight, linear.bias)(wide[:, ::2]), linear(wide[:, ::2]), rtol=0.02, atol=0.02
+    )
 
 
-def test_all_linear_layers_are_packed_but_an_output_layer_that_is_the_embedding(tmp_path: Path) -> None:
-    tied = tiny.load("llama", tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True, fuse=False).module
-    own = tiny.load("llama", tmp_path / "own", dtype="bfloat16", tie_word_embeddings=False, fuse=False).module
+def test_all_linear_layers_are_packed_and_an_output_layer_that_is_the_embedding_where_there_is_room(
+    tmp_path: Path,
+) -> None:
     in_layers = 7 * 3
-    assert len(packed(tied)) == in_layers
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    tied = tiny.load("llama", tmp_path / "tied", dtype="bfloat16", tie_word_embeddings=True, fuse=False).module
+    assert len(packed(tied)) == in_layers + 1
+    assert torch.equal(packed(tied)["lm_head"].weight, tied.model.embed_tokens.weight)
+    own = tiny.load("llama", tmp_path / "own", dtype="bfloat16", tie_word_embeddings=False, fuse=False).module
     assert len(packed(own)) == in_layers + 1
     assert "lm_head" in packed(own)
+    tight = plain(tmp_path / "tied" / "llama")
+    its = tight.lm_head.weight.nbytes
+    assert packing.pack(tight, "bf16", int(1.5 * its) - 1) == its
+    assert len(packed(tight)) == in_layers
+    assert tight.lm_head.weight is tight.model.embed_tokens.weight
 
 
 def test_weights_are_there_once(tmp_path: Path) -> None:
@@ -66,7 +75,7 @@ def test_weights_are_there_once(tmp_path: Path) -> None:
     model = nn.Sequential(linear)
     gone = weakref.ref(linear.weight)
     del linear
-    packing.pack(model)
+    packing.pack(model, "bf16", 0)
     assert gone() is None
     loaded = tiny.load("llama", tmp_path, dtype="bfloat16", fuse=False)
     numbers = sum(each.numel() for each in plain(loaded.prepared.path).parameters())
@@ -81,7 +90,7 @@ def test_what_is_no_plain_linear_layer_stays(tmp_path: Path) -> None:
     listened = nn.Linear(8, 8, dtype=torch.bfloat16)
     listened.register_forward_hook(lambda *args: heard.append(args))
     model = nn.Sequential(Other(8, 8, dtype=torch.bfloat16), listened, nn.Linear(8, 8, dtype=torch.bfloat16))
-    packing.pack(model)
+    packing.pack(model, "bf16", 0)
     assert [type(each) for each in model] == [Other, nn.Linear, PackedLinear]
 
 

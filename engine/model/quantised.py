@@ -1,0 +1,203 @@
+"""Weights of 4 or 8 bits: how they are found for given numbers, and a linear layer that multiplies by them.
+
+32 numbers along a row are a *group* with a scale and a zero of their own, as in GGUF's Q4_0, Q4_1 and Q8_0, whose very
+codes are found again in the numbers that a file of those was converted into. torch multiplies by 4-bit weights; 8 bits
+are two 4-bit weights side by side, the upper one times sixteen, so that they have the groups of a file too: torch's own
+8-bit weights have one scale for a whole row, and lose six times as much.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+GROUP = 32  # numbers that share a scale and a zero
+ROWS = 16  # torch lays rows out in such blocks
+# Up to so many rows of input the packed weights are quicker than a bfloat16 copy, which the processor multiplies by in
+# blocks of 16 rows. All layers of the embedded model, milliseconds on two cores with AMX, 4 bits | 8 | bfloat16:
+# 1 row 5.6 | 11 | 20, 4 rows 10 | 20 | 25, 8 rows 21 | 41 | 26, 16 rows 41 | 82 | 26.
+FEW_ROWS = {4: 8, 8: 4}
+CHUNK = 2**18  # numbers that are looked at together
+SAMPLE = 256  # groups of a weight that are looked at to tell its kind
+NEAR = 2**-7  # relative; bfloat16 rounds by half of that at most
+
+_pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
+_multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+
+
+Found: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # codes, scales, zeros
+
+
+class Codes(NamedTuple):
+    """A weight [out, in] as codes, uint8 of the same shape, and scales and zeros, bfloat16 [out, in / 32].
+
+    A number is (code - half) * scale + zero, half being 8 of 4 bits and 128 of 8.
+    """
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    def numbers(self) -> torch.Tensor:
+        """What the codes stand for, float32 [out, in]."""
+        found = self.codes.view(-1, GROUP), self.scales.view(-1), self.zeros.view(-1)
+        return _numbers(found, self.bits).view(self.codes.shape)
+
+
+def can_hold(weight: torch.Tensor) -> bool:
+    """Whether torch multiplies by 4-bit weights of this shape."""
+    return weight.dim() == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % GROUP == 0 and weight.numel() > 0
+
+
+def own_bits(weight: torch.Tensor) -> int | None:
+    """The bits that a weight [out, in] already has: 4 or 8 when its groups lie on grids of so many steps; else None.
+
+    A sample is looked at. Of numbers that were never on a grid not one group in ten thousand looks as if it were.
+    """
+    groups = _sample(weight)
+    if bool(_on_grid(groups, _four(groups, any_steps=True)).all()):
+        return 4
+    error = (_numbers(_eight(groups), 8) - groups).abs()
+    return 8 if bool((error <= NEAR * groups.abs()).all()) else None
+
+
+def quantise(weight: torch.Tensor, bits: int, *, exact: bool) -> Codes:
+    """The codes of a weight [out, in] that `can_hold` allows: the nearest, or, `exact`, those that it was made of."""
+    sample = _sample(weight)
+    any_steps = exact and bits == 4 and not bool(_on_grid(sample, _four(sample, any_steps=False)).all())
+    parts = []
+    for chunk in torch.split(weight.detach(), max(1, CHUNK // weight.shape[1])):
+        groups = chunk.float().view(-1, GROUP)
+        parts.append(_four(groups, any_steps=any_steps) if bits == 4 else _eight(groups))
+    codes, scales, zeros = (torch.cat(part).view(len(weight), -1) for part in zip(*parts, strict=True))
+    return Codes(bits, codes, scales, zeros)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    groups = weight.detach().reshape(-1, GROUP)
+    return groups[:: -(-len(groups) // SAMPLE)].float()
+
+
+class QuantisedLinear(nn.Module):
+    """What an `nn.Linear` computes with the weight that `codes` say.
+
+    `many` computes with the same weight in bfloat16, for more rows than `FEW_ROWS`; None: those take the codes too.
+    """
+
+    def __init__(self, codes: Codes, bias: nn.Parameter | None, many: nn.Module | None) -> None:
+        super().__init__()
+        self.bits = codes.bits
+        self.out_features, self.in_features = codes.codes.shape
+        planes, scales, zeros = _planes(codes)
+        pairs = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()  # [groups, out, 2]
+        self.packed = nn.Parameter(_pack(planes, 1), requires_grad=False)
+        self.scales_and_zeros = nn.Parameter(pairs, requires_grad=False)
+        self.bias = bias
+        self.many = many
+        self._few = FEW_ROWS[codes.bits]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as `nn.Linear` has it, [out, in]: for a model that looks at it, not for every step."""
+        return self._by_codes(torch.eye(self.in_features, dtype=self.scales_and_zeros.dtype)).t().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, in] → […, out]."""
+        rows = x.numel() // self.in_features
+        if self.many is not None and rows > self._few:
+            result: torch.Tensor = self.many(x)
+            return result
+        result = self._by_codes(x.reshape(-1, self.in_features).contiguous())
+        if self.bias is not None:
+            result += self.bias
+        return result.view(*x.shape[:-1], self.out_features)
+
+    def _by_codes(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in] → [rows, out], without the bias."""
+        if self.bits == 8:
+            x = torch.cat([x, x], dim=1)
+        result: torch.Tensor = _multiply(x, self.packed, GROUP, self.scales_and_zeros)
+        return result
+
+
+def _planes(codes: Codes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4-bit weights that make up `codes`, side by side: int32 [out, …], and their scales and zeros [out, …]."""
+    if codes.bits == 4:
+        return codes.codes.int(), codes.scales, codes.zeros
+    both = codes.codes.int()
+    planes = torch.cat([both >> 4, both & 15], dim=1)  # code - 128 = 16 * (upper - 8) + (lower - 8) + 8
+    scales = torch.cat([16 * codes.scales, codes.scales], dim=1)
+    return planes, scales, torch.cat([codes.zeros, 8 * codes.scales], dim=1)
+
+
+def _four(groups: torch.Tensor, *, any_steps: bool) -> Found:
+    """4-bit codes of groups [n, 32], and their scales and zeros [n].
+
+    From the least to the greatest number there are 15 steps. `any_steps` has grids looked for of which a group does not
+    use both ends: Q4_0's, where the greatest number is 8 steps from nothing, and any other of at least 8 steps.
+    """
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)  # at once they take twice as long
+    found = _nearest(groups, low, (high - low) / 15)
+    if not any_steps:
+        return found
+    for steps in (8, 14, 13, 12, 11, 10, 9, 8):
+        left = (~_on_grid(groups, found)).nonzero().squeeze(-1)
+        if not len(left):
+            break
+        part = groups[left]
+        ends = low[left], high[left]
+        step = torch.maximum(*(end.abs() for end in ends)) / 8 if steps == 8 else (ends[1] - ends[0]) / steps
+        other = _nearest(part, ends[0], step)
+        before = found[0][left], found[1][left], found[2][left]
+        nearer = (_error(part, other) < _error(part, before)).nonzero().squeeze(-1)
+        for each, new in zip(found, other, strict=True):
+            each[left[nearer]] = new[nearer]
+    return found
+
+
+def _nearest(groups: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> Found:
+    """The nearest that 4-bit codes can say, on a grid that is about from `low` [n, 1] on in steps of `step` [n, 1]."""
+    above = groups - low
+    codes = _whole(above, step).clamp_(0, 15)
+    centre, mean = codes.mean(-1, keepdim=True), above.mean(-1, keepdim=True)
+    common = (codes * above).mean(-1, keepdim=True) - centre * mean
+    scale = (common / (codes.square().mean(-1, keepdim=True) - centre.square()).clamp_min_(1e-9)).bfloat16()
+    zero = (low + mean - scale * (centre - 8)).bfloat16()
+    codes = _whole(torch.sub(groups, zero, out=above), scale.float()).add_(8).clamp_(0, 15)
+    return codes.byte(), scale.squeeze(-1), zero.squeeze(-1)
+
+
+def _on_grid(groups: torch.Tensor, found: Found) -> torch.Tensor:
+    """Whether 4-bit codes say numbers [n, 32] as exactly as bfloat16 does, bool [n]."""
+    return _error(groups, found) <= NEAR * groups.abs().amax(-1)
+
+
+def _error(groups: torch.Tensor, found: Found) -> torch.Tensor:
+    """How far the worst number of each group is from what 4-bit codes say, [n]."""
+    return (_numbers(found, 4) - groups).abs().amax(-1)
+
+
+def _eight(groups: torch.Tensor) -> Found:
+    """8-bit codes of groups [n, 32], and their scales and zeros [n]: 127 is the greatest of a group."""
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    for _ in range(2):  # what is rounded to bfloat16 does not say exactly what the greatest was
+        codes = _whole(groups, scale)
+        scale = (codes * groups).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min_(1e-9)
+    scale = scale.bfloat16()
+    codes = _whole(groups, scale.float()).clamp_(-128, 127).add_(128)
+    return codes.byte(), scale.squeeze(-1), torch.zeros_like(scale.squeeze(-1))
+
+
+def _whole(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """How many whole steps each number is, 0 where a step is 0."""
+    return numbers.mul(torch.where(step != 0, 1 / step, 0)).round_()
+
+
+def _numbers(found: Found, bits: int) -> torch.Tensor:
+    """What codes [n, 32] of so many bits stand for, float32 [n, 32]."""
+    codes, scales, zeros = found
+    centred = codes.float().sub_(2 ** (bits - 1))
+    return centred.mul_(scales.float()[:, None]).add_(zeros.float()[:, None])
