@@ -24,6 +24,7 @@ from engine.model.attention import KERNEL
 from engine.model.choices import known_dtype
 from engine.model.digests import remembered
 from engine.model.loading import DTYPES, choose
+from engine.model.packing import BITS, COMFORT
 from engine.model.sizing import Sizing
 from engine.shares import usual_bytes
 from engine.words import size
@@ -125,6 +126,9 @@ def fit(
     dtype = DTYPES[device.dtype]
     weight, token = sized.weight_bytes(dtype), sized.kv_bytes(dtype)
     yield from _weights(weight, located, device, running=running, disk_free=disk_free)
+    if settings.weights in BITS and not running and (1 + COMFORT) * weight > device.free:
+        detail = f"no room beside {settings.weights} for a copy in bfloat16: prompts are read several times slower"
+        yield Finding("warn", "weights", detail, "close other programs, or start with --weights bf16")
     block_size = EngineConfig(cache_dir="").block_size
     context = settings.context or sized.context_length
     if context > sized.context_length:

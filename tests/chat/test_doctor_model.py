@@ -166,6 +166,18 @@ def test_weights_that_do_not_fit_are_a_problem_and_tight_ones_a_warning() -> Non
     assert fits(tight, running=True)["weights"][0] == "ok"  # it is the server that takes them
 
 
+def test_fewer_bits_without_room_for_a_copy_are_a_warning() -> None:
+    tight, roomy = (Device("cpu", "bfloat16", 4 * GIB, free * MIB) for free in (640, 644))
+    assert fits(roomy, weights="int4")["weights"] == ("ok", "257 MiB in bfloat16", "")
+    assert fits(tight, weights="int4")["weights"] == (
+        "warn",
+        "no room beside int4 for a copy in bfloat16: prompts are read several times slower",
+        "close other programs, or start with --weights bf16",
+    )
+    assert fits(tight, weights="int4", running=True)["weights"][0] == "ok"
+    assert fits(tight, weights="bf16")["weights"][0] == "ok"
+
+
 def test_a_conversion_needs_room_on_the_disk() -> None:
     fresh = Located("m, a GGUF file", None, convert_numbers=134_515_008)
     level, detail, fix = fits(where=fresh, disk=100 * MIB)["weights"]

@@ -143,8 +143,8 @@ def test_a_server_that_is_well() -> None:
         Finding(
             "ok",
             "server",
-            "Keepwarm 0.1.0 at http://127.0.0.1:7860, process 7, up for 2 hours, serves m in bfloat16 with int4 weights on cpu, "
-            "4 threads, paged SDPA",
+            "Keepwarm 0.1.0 at http://127.0.0.1:7860, process 7, up for 2 hours, serves m in bfloat16 with int4 "
+            "weights on cpu, 4 threads, paged SDPA",
         ),
         Finding(
             "ok",

@@ -136,6 +136,17 @@ def test_many_rows_take_the_copy_and_few_the_codes(bits: int) -> None:
     assert not module(torch.ones(few + 1, 96, dtype=torch.bfloat16)).any()
 
 
+@pytest.mark.parametrize("rows", [64, 80, 448])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_large_weight_is_packed_in_parts(rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = quantised.quantise(weight(rows, 32).bfloat16(), bits, exact=False)
+    whole = QuantisedLinear(codes, None, None)
+    monkeypatch.setattr(quantised, "CHUNK", 32)
+    parts = QuantisedLinear(quantised.quantise(weight(rows, 32).bfloat16(), bits, exact=False), None, None)
+    assert torch.equal(parts.packed, whole.packed)
+    assert torch.equal(parts.scales_and_zeros, whole.scales_and_zeros)
+
+
 def test_a_zero_in_the_wrong_place_is_another_layer() -> None:
     """Nothing hides it: the result is off by a step of every number."""
     codes = quantised.quantise(weight().bfloat16(), 4, exact=False)
