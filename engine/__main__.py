@@ -33,7 +33,7 @@ def main() -> None:
         for command in decode_commands(frame):
             engine.inbox.put(command)
 
-    engine = Engine(send)
+    engine = Engine(send, own_process=True)
     channel = Channel(sys.stdin.buffer, output, receive, lambda: os._exit(0))
     channel.start()
     code = 1

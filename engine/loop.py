@@ -46,6 +46,7 @@ from engine.protocol import (
     Submit,
 )
 from engine.residents import Found, Residents, Wanted
+from engine.threads import Threads
 
 COMMANDS = [
     command.__name__
@@ -75,13 +76,15 @@ class _Prepared:
 class Engine:
     """One engine. `inbox` takes commands from any thread; `run` is the loop, and returns after `Shutdown`.
 
-    `begin`, `round` and `close` are what it is made of.
+    `begin`, `round` and `close` are what it is made of. In its `own_process` it minds what others leave of the cores.
     """
 
-    def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, send: Send, clock: Callable[[], float] = time.monotonic, *, own_process: bool = False) -> None:
         self.inbox: queue.SimpleQueue[Command | _Prepared | _Call] = queue.SimpleQueue()
         self._send = send
         self._clock = clock
+        self._own_process = own_process  # nothing else computes with torch's threads then
+        self._threads: Threads | None = None
         self._stopping = False
         self._stuck = False  # requests wait for others that hold the room they need
         self._finding = threading.Lock()  # one model's files at a time: two loads of one model convert it once
@@ -109,6 +112,8 @@ class Engine:
     def round(self) -> None:
         """Handle what has come, or wait for it; one step of every model that has work; some housekeeping."""
         self._drain()
+        if self._threads is not None:
+            self._threads.adapt()
         began = self._clock()
         self._step()
         self._send_some(self._keeper.tend(self._clock() - began))
@@ -123,6 +128,8 @@ class Engine:
         logging.getLogger().setLevel(config.log_level.upper())
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        elif self._own_process:
+            self._threads = Threads()
         self._residents = Residents(config, self._clock, lambda note: self.inbox.put(_Call(note)))
         self._keeper = Keeper(self._residents, self._clock)
         progress = self._progress("")
