@@ -33,6 +33,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._uses: dict[str, SessionUse] = {}
+        self._wished: dict[str, SessionUse] = {}  # those that are pinned or have a ttl: few, and asked for at each step
         self._ranks = count()
 
     def __iter__(self) -> Iterator[str]:
@@ -48,7 +49,7 @@ class Sessions:
         self._uses[session_id] = use  # the one used last at the end
         use.last_used, use.chain, use.live, use.tokens = now, chain, frozenset(chain), tokens
         if len(self._uses) > MOST:
-            self._uses.pop(next((name for name, old in self._uses.items() if not old.pinned), session_id))
+            self.forget(next((name for name, old in self._uses.items() if not old.pinned), session_id))
 
     def remember(self, session_id: str, last_used: float) -> None:
         """A session of an earlier run, of which only files are left."""
@@ -60,14 +61,18 @@ class Sessions:
         if pinned and not use.pinned:
             use.rank = next(self._ranks)
         use.pinned, use.ttl = pinned, ttl
+        self._wished.pop(session_id, None)
+        if pinned or ttl is not None:
+            self._wished[session_id] = use
 
     def forget(self, session_id: str) -> None:
         """The session is gone, and so are its wishes."""
         self._uses.pop(session_id, None)
+        self._wished.pop(session_id, None)
 
     def shortest_ttl(self) -> float | None:
         """The least of what people wished for their sessions."""
-        return min((use.ttl for use in self._uses.values() if use.ttl is not None), default=None)
+        return min((use.ttl for use in self._wished.values() if use.ttl is not None), default=None)
 
     def pinned(self, holders: Iterable[str]) -> bool:
         """Whether any of them is pinned."""
@@ -75,7 +80,7 @@ class Sessions:
 
     def protect(self, entries: Sequence[Entry], whose: Mapping[bytes, Set[str]], budget: int) -> Sequence[Entry]:
         """`entries` with what is pinned, as far as that may take of a tier's `budget`; `whose` says their holders."""
-        if not any(use.pinned for use in self._uses.values()):
+        if not any(use.pinned for use in self._wished.values()):
             return entries
         ranks = {}
         for entry in entries:
