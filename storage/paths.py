@@ -5,21 +5,23 @@ Each takes an open transaction; none knows threads.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Select, bindparam, literal, select
+from sqlalchemy import Select, bindparam, func, literal, select
 from sqlalchemy.orm import Session
 
 from storage.errors import UnknownMessage
 from storage.models import MessageRow, SessionRow, TokensRow
-from storage.records import MessageRecord, StoredPath
-from storage.sessions import find_session
+from storage.records import MessageRecord, SessionRecord, StoredPath
 from storage.tokens import unpack_ids
 
 # Tables instead of mapped classes: SQLAlchemy then gives rows at once, without its identity map.
 _messages, _sessions, _tokens = (row.__table__.c for row in (MessageRow, SessionRow, TokensRow))
-_MESSAGE = [_messages[name] for name in MessageRecord.__dataclass_fields__ if name not in ("token_ids", "tokenizer")]
+_NAMES = [name for name in MessageRecord.__dataclass_fields__ if name not in ("token_ids", "tokenizer")]
+_MESSAGE = [_messages[name] for name in _NAMES]
+_SESSION = [_sessions[name] for name in SessionRecord.__dataclass_fields__]
 
 
 def _climbing(leaf: Any) -> Select[Any]:
@@ -48,16 +50,25 @@ _WITH_KEY = (
     .order_by(_messages.created_at.desc(), _messages.seq.desc(), _messages.id)
     .limit(bindparam("most"))
 )
+_wanted = func.json_each(bindparam("keys")).table_valued("key", "value")  # a list of any length as one parameter
+_WITH_KEYS = (
+    select(_messages.id.label("leaf"), _messages.path_key, *_SESSION)
+    .select_from(_wanted)
+    .join(MessageRow.__table__, _messages.path_key == _wanted.c.value)
+    .join(SessionRow.__table__, _sessions.id == _messages.session_id)
+    .where(_sessions.user_id == bindparam("user"))
+    .order_by(_wanted.c.key, _messages.created_at.desc(), _messages.seq.desc(), _messages.id)
+    .limit(bindparam("most"))
+)
 
 
 def read_path(db: Session, session_id: str, leaf_id: str | None) -> list[MessageRecord]:
     """The messages from the root to `leaf_id` (None: the session's leaf), with their token ids; one statement."""
     statement = _FROM_LEAF if leaf_id is None else _FROM_MESSAGE
     path = []
-    for row in db.execute(statement, {"session": session_id, "leaf": leaf_id}):
-        values = dict(row._mapping)
-        ids, tokenizer = values.pop("ids"), values.pop("tokenizer")
-        path.append(MessageRecord(**values, token_ids=unpack_ids(ids or b""), tokenizer=tokenizer or ""))
+    for *values, ids, tokenizer in db.execute(statement, {"session": session_id, "leaf": leaf_id}):
+        message = dict(zip(_NAMES, values, strict=True))
+        path.append(MessageRecord(**message, token_ids=unpack_ids(ids or b""), tokenizer=tokenizer or ""))
     if leaf_id is not None and not path:
         raise UnknownMessage(leaf_id, session_id)
     return path
@@ -71,8 +82,7 @@ def read_paths_with_key(db: Session, user_id: str, key: str, limit: int) -> list
 
 def stored_paths(db: Session, user_id: str, keys: Sequence[str], limit: int) -> Iterator[StoredPath]:
     """This user's paths with these keys, in the order of the keys and the newest of each first, read one by one."""
-    for key in keys:
-        for message in read_paths_with_key(db, user_id, key, limit):
-            session = find_session(db, user_id, message.session_id)
-            if session is not None:
-                yield StoredPath(key, session, tuple(read_path(db, session.id, message.id)))
+    for row in db.execute(_WITH_KEYS, {"keys": json.dumps(keys), "user": user_id, "most": limit}).all():
+        session = dict(row._mapping)
+        leaf_id, key = session.pop("leaf"), session.pop("path_key")
+        yield StoredPath(key, SessionRecord(**session), tuple(read_path(db, session["id"], leaf_id)))

@@ -259,7 +259,7 @@ class Store:
     ) -> T:
         """What `choose` makes of this user's paths with these keys: in the order of the keys, the newest of each first.
 
-        It is called on a reading thread; each path is read when it asks for it, all as of one moment.
+        It is called on a reading thread; each path is read when it asks for it, all as of one moment, `limit` at most.
         """
         return await self._threads.read(lambda db: choose(paths.stored_paths(db, user_id, path_keys, limit)))
 
