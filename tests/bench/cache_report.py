@@ -45,12 +45,16 @@ def at_least(name: str, value: float, limit: float) -> Goal:
 
 @dataclass
 class Report:
-    """What was found so far. `wrong` are measurements that are none: the tokens came from elsewhere."""
+    """What was found so far. `wrong` are measurements that are none: the tokens came from elsewhere.
+
+    `unmeasured` are goals for which a figure is missing, each a sentence that says which.
+    """
 
     facts: dict[str, Any]
     results: dict[str, Any] = field(default_factory=dict)
     goals: list[Goal] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    unmeasured: list[str] = field(default_factory=list)
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table, its first column to the left and the others to the right."""
@@ -67,12 +71,15 @@ class Report:
             for goal in self.goals
         ]
         self.table("goals", ["", "found", "goal", ""], rows)
+        for sentence in self.unmeasured:
+            print(sentence)
         for sentence in self.wrong:
             print(f"WRONG: {sentence}")
         everything = {
             "facts": self.facts,
             **self.results,
             "goals": [{**asdict(goal), "met": goal.met} for goal in self.goals],
+            "unmeasured": self.unmeasured,
             "wrong": self.wrong,
         }
         out.parent.mkdir(parents=True, exist_ok=True)
