@@ -69,6 +69,9 @@ def machine() -> Iterator[Finding]:
         yield Finding("warn", "machine", f"{detail}: it would use a part of the machine", fix)
     else:
         yield ok("machine", detail)
+    if found.compiler is None and found.gpu is None and not found.apple:
+        detail = "there is no C compiler (cc, gcc or clang), so replies take longer than they need to"
+        yield Finding("warn", "compiler", detail, "install one, such as gcc with libc6-dev, then start again")
 
 
 def memory() -> Iterator[Finding]:

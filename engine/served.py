@@ -149,7 +149,7 @@ class ServedModel:
             device=str(loaded.device),
             dtype=str(loaded.dtype).removeprefix("torch."),
             weights=measures.weights,
-            attention=KERNEL,
+            attention=f"{KERNEL} with {self.runner.kernels.name} kernels",
             context_length=measures.context_length,
             vocab_size=measures.vocab_size,
             eos_ids=loading.eos_ids(loaded),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.model import kernels
 from engine.model.memory import available
 
 
@@ -22,12 +23,14 @@ class Gpu:
 class Hardware:
     """`instructions` are the widest that torch uses on this CPU, such as "AVX2"; `threads` how many it would start.
 
-    `free` are bytes of main memory that this process can have now, `apple` whether there is an Apple GPU.
+    `compiler` is the C compiler for the kernels, `free` are bytes of main memory that this process can have now, and
+    `apple` says whether there is an Apple GPU.
     """
 
     torch: str
     instructions: str
     threads: int
+    compiler: str | None
     free: int
     gpu: Gpu | None
     apple: bool
@@ -42,6 +45,7 @@ def look() -> Hardware:
         torch=torch.__version__,
         instructions=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
+        compiler=kernels.compiler(),
         free=available(torch.device("cpu")),
         gpu=gpu,
         apple=torch.backends.mps.is_available(),

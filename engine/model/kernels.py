@@ -260,21 +260,25 @@ def _function(function: Any, arguments: list[Any]) -> Any:
     return function
 
 
+def compiler() -> str | None:
+    """The C compiler that there is: $CC, or whichever is found."""
+    return next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
+
+
 def _compiled(dtype: torch.dtype, folder: Path) -> Path:
     """The library for numbers of this type, which is made where it is not there. Raises `OSError` and the like."""
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))), None)
-    if compiler is None:
+    if (program := compiler()) is None:
         raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
     options = [*OPTIONS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), [])]
     if dtype == torch.bfloat16:
         options.append("-DBFLOAT16")
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), *(word.encode() for word in [compiler, *options])]))
+    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), *(word.encode() for word in [program, *options])]))
     library = folder / "kernels" / f"{key.hexdigest()[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             made = Path(scratch) / "kernels.so"
-            command = [compiler, *options, str(SOURCE), "-o", str(made), "-lm"]
+            command = [program, *options, str(SOURCE), "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_LIMIT)
             made.replace(library)
     return library

@@ -196,7 +196,7 @@ def test_loading_measures_the_real_thing(tmp_path: Path, tiny_model: Path, monke
     flags = ("--data-dir", str(tmp_path / "data"), "--port", "0", "--device", "cpu", "--dtype", "float32", "--load")
     code, found = told(*flags, "--model", str(tiny_model))
     assert code == 0
-    assert "paged SDPA agrees with the model's own attention" in found["load"]["detail"]
+    assert "paged SDPA with native kernels agrees with the model's own attention" in found["load"]["detail"]
     assert found["speed"]["detail"].startswith("reads ")
     code, found = told(*flags, "--model", "/nowhere")
     assert code == 1

@@ -74,6 +74,16 @@ def test_threads_fit_the_cores(
     assert "1 thread for the model" in finding.detail
 
 
+def test_a_compiler_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "compiler" not in [finding.what for finding in machine()]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = list(machine())[-1]
+    assert (found.level, found.what) == ("warn", "compiler")
+    assert found.detail.startswith("there is no C compiler (cc, gcc or clang)")
+    assert "install one, such as gcc" in found.fix
+
+
 def test_memory_is_what_this_process_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     total = psutil.virtual_memory().total
     capacity, free = main_memory()
