@@ -52,6 +52,8 @@ class Lines:
             broken.append(f"{len(self.running)} sequences run on {len(self._manager.leases)} leases")
         if any(sequence.lease is not None for sequence in self.waiting):
             broken.append("a waiting sequence holds a lease")
+        if any(len(s.held.blocks) > self._manager.blocks_for(len(s.token_ids)) for s in self.running):
+            broken.append("a running sequence holds blocks that it has no tokens for")
         for name, line in (("waiting", self.waiting), ("running", self.running)):
             if line != sorted(line, key=_order):
                 broken.append(f"the {name} sequences are out of order")

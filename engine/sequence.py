@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from engine.batch import Draw
 from engine.cache.block import Lease, Scope, common_prefix
+from engine.lookup import Lookup
 from engine.protocol import Finished, FinishReason, Miss, Progress, Submit, Usage
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Sequence:
     `token_ids` is the prompt and then `reply_ids`. The token sampled last has no K/V yet. `seen` is the first position
     that this sequence has never had in the pool: what is forwarded below it is recomputed. Running means having a
     lease; `read_to` tokens are there to be read, more than one at once, since the lease was made. With a `restore`,
-    blocks are on their way from the tiers below, and nothing is forwarded.
+    blocks are on their way from the tiers below, and nothing is forwarded. `lookup` guesses how it goes on.
     """
 
     request: Request
@@ -49,6 +50,9 @@ class Sequence:
     computed_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    lookup: Lookup = field(default_factory=Lookup)
     admitted_at: float | None = None
     first_token_at: float | None = None
     announced: bool = False  # that it waits
@@ -70,6 +74,11 @@ class Sequence:
     def reading(self) -> bool:
         """Running, and not yet where the next token is sampled from what was sampled last."""
         return self.lease is not None and self.lease.computed < self.read_to
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens the reply may still get."""
+        return self.request.max_tokens - len(self.reply_ids)
 
     def admit(self, lease: Lease, now: float) -> None:
         """Start to run on `lease`, which may have found some of the tokens."""
@@ -100,17 +109,24 @@ class Sequence:
         self.computed_tokens += first_time
         self.seen = max(self.seen, end)
 
-    def sampled(self, token_id: int, now: float) -> None:
-        """Append a sampled token."""
-        self.token_ids.append(token_id)
-        self.reply_ids.append(token_id)
+    def checked(self, drafted: int, accepted: int) -> None:
+        """Account for guessed tokens, which went through the model, and for those that came true."""
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
+    def sampled(self, token_ids: list[int], now: float) -> None:
+        """Append what a step has sampled."""
+        self.token_ids += token_ids
+        self.reply_ids += token_ids
         if self.first_token_at is None:
             self.first_token_at = now
 
-    def draw(self) -> Draw:
-        """The next token to be sampled."""
-        submit = self.request.submit
-        return Draw(submit.sampling, self.seed, len(self.token_ids), submit.token_ids, self.reply_ids)
+    def draw(self, guessed: list[int] | None = None) -> Draw:
+        """The next token to be sampled; with `guessed`, the one behind these."""
+        submit, reply, position = self.request.submit, self.reply_ids, len(self.token_ids)
+        if guessed:
+            reply, position = [*reply, *guessed], position + len(guessed)
+        return Draw(submit.sampling, self.seed, position, submit.token_ids, reply)
 
     def could_share(self, leader: Sequence, block_size: int) -> int:
         """How many of this sequence's leading tokens a leader that is reading has, or will have, in the pool.
@@ -148,6 +164,8 @@ class Sequence:
             recomputed_tokens=self.recomputed_tokens,
             output_tokens=len(self.reply_ids),
             preemptions=self.preemptions,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
             queue_s=(now if self.admitted_at is None else self.admitted_at) - arrived,
             restore_s=self.restore_s,
             miss=self.miss,

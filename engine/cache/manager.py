@@ -135,6 +135,12 @@ class BlockManager:
         self._grow(lease, missing)
         return True
 
+    def shrink(self, lease: Lease, length: int) -> None:
+        """Free the lease's last blocks, of which `length` tokens in all need none: nothing was published in them."""
+        kept = self.blocks_for(length)
+        unused, lease.blocks[kept:] = lease.blocks[kept:], []
+        self._let_go(unused)
+
     def commit(self, lease: Lease, token_ids: Sequence[int]) -> None:
         """Publish the K/V of the next `token_ids`, which the forward pass has completed.
 

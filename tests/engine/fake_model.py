@@ -36,8 +36,14 @@ def digest(state: int, token: int, position: int) -> int:
     return (state * 31 + token * 7 + position + 1) % PRIME
 
 
-def next_token(state: int, seed: int) -> int:
-    """The sampled token: of the whole prefix, and of the seed where sampling is not greedy."""
+def next_token(state: int, seed: int, last: int | None = None) -> int:
+    """The sampled token: of the whole prefix, and of the seed where sampling is not greedy.
+
+    With `last`, the token before it, the text repeats itself: it counts from 20 to 23, and now and then says something
+    else.
+    """
+    if last is not None and state % 7:
+        return 20 + (last + 1 + seed % 3) % 4
     return (state * 131 + seed * 17 + 5) % VOCABULARY
 
 
@@ -48,23 +54,29 @@ def expected_reply(
     stop_ids: Sequence[int] = (),
     sampling: Sampling = Sampling(),  # noqa: B008 - frozen
     index: int = 0,
+    repeats: bool = False,
 ) -> list[int]:
-    """What sample `index` must say, without any cache."""
+    """What sample `index` must say, without any cache; `repeats`: of a model whose text repeats itself."""
     seed = sample_seed(sampling.seed, index) if sampling.temperature > 0 else 0
     state = 0
     for position, token in enumerate(prompt):
         state = digest(state, token, position)
     reply: list[int] = []
     while len(reply) < max_tokens and not (reply and reply[-1] in stop_ids):
-        reply.append(next_token(state, seed))
+        last = (reply or prompt)[-1] if repeats else None
+        reply.append(next_token(state, seed, last))
         state = digest(state, reply[-1], len(prompt) + len(reply) - 1)
     return reply
 
 
 class FakeModel:
-    """A `Runner` that counts steps and tokens at the forward call; `fail_next` makes one pass break half-way."""
+    """A `Runner` that counts steps and tokens at the forward call; `fail_next` makes one pass break half-way.
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    With `repeats`, its text repeats itself.
+    """
+
+    def __init__(self, blocks: int, block_size: int, *, repeats: bool = False) -> None:
+        self.repeats = repeats
         self.pool = KVPool(LAYERS, blocks, block_size, 1, 2, torch.float64, "cpu")
         self.steps = 0
         self.forwarded_tokens = 0
@@ -88,10 +100,20 @@ class FakeModel:
         for row in batch.rows:
             self.forwarded_tokens += len(row.token_ids)
             state, prefix = self._verify(row)
+            states = []
             for position, token in enumerate(row.token_ids, row.start):
                 state = digest(state, token, position)
+                states.append(state)
                 self._write(row, position, token, state)
-            sampled.append([self._draw(draw, [*prefix, *row.token_ids], state) for draw in row.draws])
+            whole = [*prefix, *row.token_ids]
+            first = len(states) - row.guessed  # tokens up to which the first draw looks
+            ends = range(first, len(states) + 1) if row.guessed else [len(states)] * len(row.draws)
+            sampled.append(
+                [
+                    self._draw(draw, whole[: row.start + end], states[end - 1])
+                    for draw, end in zip(row.draws, ends, strict=True)
+                ]
+            )
         for row in batch.rows:  # another row of this pass may have written where it should not
             self._verify(row, upto=row.start + len(row.token_ids))
         return sampled
@@ -116,7 +138,8 @@ class FakeModel:
             raise WrongCacheError(f"the pool holds the prefix {token_ids}, the sequence is {draw}")
         if draw.position != len(token_ids):
             raise WrongCacheError(f"position {draw.position} is drawn after {len(token_ids)} tokens")
-        return next_token(state, draw.seed if draw.sampling.temperature > 0 else 0)
+        last = token_ids[-1] if self.repeats else None
+        return next_token(state, draw.seed if draw.sampling.temperature > 0 else 0, last)
 
     def _slots(self, row: Row, count: int) -> torch.Tensor:
         """K and V of positions 0 … count - 1 as the layers see them: `[layers, 2, count, 2]`."""

@@ -17,7 +17,9 @@ BLOCK = 32
 class Harness:
     """Submit, step, look. `replies[request_id][index]` grows as tokens come; `finished`, `rejected` keep the ends."""
 
-    def __init__(self, loaded: LoadedModel, shape, blocks: int, max_batch_tokens: int = 512) -> None:
+    def __init__(
+        self, loaded: LoadedModel, shape, blocks: int, max_batch_tokens: int = 512, speculate: int | None = 0
+    ) -> None:
         self.pool = shape.pool(blocks, BLOCK, loaded.dtype, loaded.device)
         for block in range(blocks):
             self.pool.poison(block)
@@ -30,6 +32,7 @@ class Harness:
             context_length=loaded.module.config.max_position_embeddings,
             vocab_size=loaded.module.config.vocab_size,
             max_batch_tokens=max_batch_tokens,
+            speculate=speculate,
         )
         self.replies: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.finished: dict[str, list[Finished]] = defaultdict(list)

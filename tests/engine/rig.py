@@ -18,10 +18,17 @@ class Rig:
     """Submit, step, look. Time goes by 1 s a step. Freed pages turn NaN, and the laws are checked at each step."""
 
     def __init__(
-        self, blocks: int = 64, block_size: int = 4, max_batch_tokens: int = 64, context_length: int = 512
+        self,
+        blocks: int = 64,
+        block_size: int = 4,
+        max_batch_tokens: int = 64,
+        context_length: int = 512,
+        speculate: int | None = 0,
+        *,
+        repeats: bool = False,
     ) -> None:
         self.now = 0.0
-        self.model = FakeModel(blocks, block_size)
+        self.model = FakeModel(blocks, block_size, repeats=repeats)
         self.manager = BlockManager(
             blocks,
             block_size,
@@ -35,6 +42,7 @@ class Rig:
             vocab_size=VOCABULARY,
             max_batch_tokens=max_batch_tokens,
             clock=lambda: self.now,
+            speculate=speculate,
         )
         self.submits: dict[str, Submit] = {}
         self.replies: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -152,6 +160,7 @@ class Rig:
                 stop_ids=submit.stop_ids,
                 sampling=submit.sampling,
                 index=end.index,
+                repeats=self.model.repeats,
             )
             assert reply == whole[: len(reply)]
             if not end.detail and end.reason != "cancelled":

@@ -73,6 +73,8 @@ def test_a_snapshot_counts_blocks_and_requests(make_rig):
         "waiting": 1,
         "reused_tokens": 5,
         "sampled_tokens": 5,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
         "preemptions": 0,
         "evicted_blocks": 0,
     }

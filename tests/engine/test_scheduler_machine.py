@@ -45,11 +45,13 @@ class Chats(RuleBasedStateMachine):
         blocks=st.sampled_from([5, 8, 11, 15, 40]),
         block_size=st.sampled_from([1, 2, 4]),
         budget=st.sampled_from([1, 3, 16]),
+        speculate=st.sampled_from([0, 2, 8, None]),
     )
-    def start(self, blocks: int, block_size: int, budget: int) -> None:
+    def start(self, blocks: int, block_size: int, budget: int, speculate: int | None) -> None:
         counts["examples"] += 1
         self.rules = 0
-        self.rig = Rig(blocks * 4 // block_size, block_size, budget, context_length=60)
+        sizes = (blocks * 4 // block_size, block_size, budget)
+        self.rig = Rig(*sizes, context_length=60, speculate=speculate, repeats=speculate != 0)
         self.history: dict[str, list[int]] = {}  # the whole path of each session's last finished request
         self.asked: dict[str, tuple[str, list[int]]] = {}
 
@@ -181,12 +183,21 @@ class Chats(RuleBasedStateMachine):
         self.remember()
         assert self.asked == {}
         forwarded = sum(
-            end.usage.computed_tokens + end.usage.recomputed_tokens + max(0, end.usage.output_tokens - 1)
+            end.usage.computed_tokens
+            + end.usage.recomputed_tokens
+            + max(0, end.usage.output_tokens - 1)
+            + end.usage.drafted_tokens
+            - end.usage.accepted_tokens
             for ends in self.rig.finished.values()
             for end in ends.values()
         )
         failed = any(rejected.code == "internal" for rejected in self.rig.rejected.values())
         assert forwarded == self.rig.model.forwarded_tokens or failed
+        totals = self.rig.scheduler.snapshot_fields()
+        usages = [end.usage for ends in self.rig.finished.values() for end in ends.values()]
+        for name in ("drafted_tokens", "accepted_tokens"):
+            assert totals[name] == sum(getattr(usage, name) for usage in usages) or failed
+            counts[name] += totals[name]
         for session in SESSIONS:
             self.rig.drop(session)
         assert self.rig.manager.counts()["free_blocks"] == self.rig.manager.total_blocks
@@ -218,5 +229,6 @@ def test_chats_live_through_anything(capsys: pytest.CaptureFixture[str]) -> None
     happened = {"new", "samples", "urgent", "continue", "branch", "edit", "step", "finish", "cancel", "drop", "fail"}
     happened |= {"shrink", "grow", "resized while running"}
     happened |= {"evict", "rejected", "preempted", "copied tokens", "reused tokens", "ran out of pool"}
+    happened |= {"drafted_tokens", "accepted_tokens"}
     assert counts["lives of 100 rules"] >= EXAMPLES  # hypothesis cuts a few more short, and counts them extra
     assert not {name for name in happened if not counts[name]}, "a rule or a case never happened"

@@ -22,6 +22,7 @@ INDEX = "engine/cache/index.py"
 MANAGER = "engine/cache/manager.py"
 SEQUENCE = "engine/sequence.py"
 SCHEDULER = "engine/scheduler.py"
+ADMISSION = "engine/admission.py"
 LINES = "engine/lines.py"
 ATTENTION = "engine/model/attention.py"
 PACKING = "engine/model/packing.py"
@@ -103,16 +104,16 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "publish what a failed step computed",
         SCHEDULER,
-        "step, self._step = [sequence for sequence, _ in self._step], []",
-        "step, self._step = [self._manager.commit(s.held, row.token_ids) or s for s, row in self._step], []",
+        "step = [part.sequence for part in self._step.parts] if",
+        "step = [self._manager.commit(p.sequence.held, p.token_ids) or p.sequence for p in self._step.parts] if",
         STEPS,
     ),
     Mutant(
         "count the token sampled last as cached",
         SCHEDULER,
-        "self._manager.commit(sequence.held, row.token_ids)",
-        "self._manager.extend(sequence.held, row.start + 99) and "
-        "self._manager.commit(sequence.held, [*row.token_ids, *ids])",
+        "self._manager.commit(sequence.held, forwarded)",
+        "self._manager.extend(sequence.held, part.start + 99) and "
+        "self._manager.commit(sequence.held, [*forwarded, *ids])",
         STEPS,
     ),
     Mutant(
@@ -163,15 +164,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("forget the spare block", MANAGER, "if fresh + spare > ", "if fresh > ", STEPS),
     Mutant("keep the lease of what ends", LINES, "            self._manager.release(sequence.lease)\n", "", STEPS),
     # --- scheduling
-    Mutant("read twice what is being read", SCHEDULER, "if self._is_being_read(sequence):", "if False:", STEPS),
+    Mutant("read twice what is being read", ADMISSION, "if self._is_being_read(sequence):", "if False:", STEPS),
     Mutant(
         "preempt the oldest", SCHEDULER, "newest = self._lines.running[-1]", "newest = self._lines.running[0]", STEPS
     ),
     Mutant(
         "overtake who waits for room",
-        SCHEDULER,
-        "            if lease is None and (self._lines.running or self._limits.may_grow):\n                return",
-        "            if lease is None and (self._lines.running or self._limits.may_grow):\n                continue",
+        ADMISSION,
+        "            if lease is None and (self._lines.running or limits.may_grow):\n                return",
+        "            if lease is None and (self._lines.running or limits.may_grow):\n                continue",
         STEPS,
     ),
     Mutant(
@@ -212,7 +213,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "take the weights of the first for all",
         RESIDENTS,
-        "            if known == (found.prepared, kind, contents(found.prepared)):",
+        "            if known == (found.prepared, kind, found.wanted.weights, contents(found.prepared)):",
         "            if known:",
         SEVERAL,
     ),
@@ -280,8 +281,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "write to the slots of the first row",
         ATTENTION,
-        "[row.start : length])",
-        "[: len(row.token_ids)])",
+        "_slots(table[row.start // block_size :],",
+        "_slots(table,",
         EXACT,
     ),
     Mutant(
@@ -303,16 +304,20 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("believe any mask", SELFCHECK, "not isinstance(call.mask, witness.Rule)", "call.mask is None", EXACT),
     Mutant("forget the bias of a packed layer", PACKING, "self.packed, self.bias,", "self.packed, None,", PACKED),
-    Mutant("keep a shared weight twice", PACKING, " and owners[id(module.weight)] == 1", "", PACKED),
-    Mutant("pack what is listened to", PACKING, " and not _is_listened_to(module)", "", PACKED),
+    Mutant("keep a shared weight twice", PACKING, "if owners[id(module.weight)] == 1 or", "if True or", PACKED),
+    Mutant("pack what is listened to", PACKING, " or _is_listened_to(module)", "", PACKED),
     Mutant(
-        "pack what only looks linear", PACKING, "type(module) is nn.Linear", "isinstance(module, nn.Linear)", PACKED
+        "pack what only looks linear",
+        PACKING,
+        "type(module) is not nn.Linear",
+        "not isinstance(module, nn.Linear)",
+        PACKED,
     ),
     Mutant(
         "hold all weights while they are packed",
         PACKING,
-        "for name in [name for name, _ in model.named_modules()]:\n        module = model.get_submodule(name)",
-        "for name, module in list(model.named_modules()):",
+        "layer = layers.pop(name)",
+        "layer = layers[name]",
         PACKED,
     ),
     Mutant("mask grouped heads out of order", ATTENTION, ".repeat(group, 1)", ".repeat_interleave(group, 0)", EXACT),
