@@ -123,11 +123,12 @@ def test_prompts_of_a_round_are_its_own_from_the_first_words() -> None:
 
 def test_a_reply_that_ended_early_and_a_prompt_that_was_read_before_are_told() -> None:
     client = Client("", "", "r0")
-    client.look_at(Reply(0.1, 1.0, prompt=517, cached=4, out=64), "decode", 512, 64)
+    client.look_at(Reply(0.1, 1.0, prompt=517, cached=4, out=64, pieces=60), "decode", 512, 64)
     assert client.odd == []
-    client.look_at(Reply(0.1, 1.0, prompt=400, cached=384, out=63), "decode", 512, 64)
+    client.look_at(Reply(0.1, 1.0, prompt=400, cached=384, out=63, pieces=2), "decode", 512, 64)
     assert client.odd == [
         "decode: the reply ended after 63 of 64 tokens",
+        "decode: 63 tokens came in 2 pieces",
         "decode: a prompt of 400 tokens, not of about 512",
         "decode: 384 tokens of a new prompt were said to be cached",
     ]

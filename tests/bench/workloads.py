@@ -45,6 +45,7 @@ class Reply:
     prompt: int
     cached: int
     out: int
+    pieces: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Client:
             raise RuntimeError("a reply without text")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         reply = Reply(
-            first, last, usage.get("prompt_tokens") or 0, cached, usage.get("completion_tokens") or pieces
+            first, last, usage.get("prompt_tokens") or 0, cached, usage.get("completion_tokens") or pieces, pieces
         )  # fmt: skip
         self.look_at(reply, name, prompt, tokens)
         return reply
@@ -107,6 +108,8 @@ class Client:
         """Tell what is not as it was asked for: tokens of the prompt, of the reply, and of what was there before."""
         if reply.out < tokens:
             self.odd.append(f"{name}: the reply ended after {reply.out} of {tokens} tokens")
+        if reply.pieces < reply.out // 2:  # a server that sends many at once hides when they were written
+            self.odd.append(f"{name}: {reply.out} tokens came in {reply.pieces} pieces")
         if abs(reply.prompt - prompt) > 8:
             self.odd.append(f"{name}: a prompt of {reply.prompt} tokens, not of about {prompt}")
         if reply.cached > 32:
