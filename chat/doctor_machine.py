@@ -121,13 +121,11 @@ def device(settings: Settings, recorded: str | None) -> tuple[list[Finding], Dev
 
 def weights(settings: Settings, found: Device) -> Iterator[Finding]:
     """In how many bits the weights would be computed with, and why."""
-    import torch
-
     from engine.errors import ModelLoadError
     from engine.model import loading
 
     try:
-        chosen = loading.choose_weights(settings.weights, torch.device(found.name), loading.DTYPES[found.dtype])
+        chosen = loading.choose_weights(settings.weights, *loading.choose(found.name, found.dtype))
     except ModelLoadError as error:
         yield Finding("problem", "bits of weights", str(error), "start with --weights auto")
         return

@@ -48,11 +48,11 @@ class PackedLinear(nn.Module):
 def pack(model: nn.Module, weights: Weights, free: int, *, reorder: bool = True) -> int:
     """Have the linear layers of a bfloat16 model in RAM compute with packed weights.
 
-    "int4" and "int8" are the bits of all layers, but for the output layer, which has 8 at least; "auto" gives each
-    layer those that its numbers already have, so that nothing is lost. They are for few rows; for more there is a
-    bfloat16 copy of each, and a packed one of an output layer that shares the embedding's weight, unless those are more
-    than `free` bytes hold comfortably. Where oneDNN does not multiply bfloat16, not to `reorder` keeps that as it is.
-    Returns the bytes of the copies there was no room for.
+    "auto" gives each layer the bits that its numbers already have, so that nothing is lost; "int8" and "int4" are the
+    most that a layer has, but for the output layer, which is given no fewer than 8. They are for few rows; for more
+    there is a bfloat16 copy of each, and a packed one of an output layer that shares the embedding's weight, unless
+    those are more than `free` bytes hold comfortably. Where oneDNN does not multiply bfloat16, not to `reorder` keeps
+    that as it is. Returns the bytes of the copies there was no room for.
 
     What else shares its weight stays as it is: it would be there twice. So does what is no plain `nn.Linear`, and what
     something listens to.
@@ -117,7 +117,8 @@ def _bits(model: nn.Module, layer: nn.Linear, weights: Weights, own: int | None)
     """The bits that a layer is to have, whose numbers have `own`; None: those of bfloat16."""
     if not _quantises(layer, weights) or weights == "auto":
         return own
-    return 8 if _is_output(model, layer) else BITS[weights]
+    most = 8 if _is_output(model, layer) else BITS[weights]
+    return min(most, own or most)
 
 
 def _quantised(layer: nn.Linear, bits: int, *, exact: bool, copies: bool, reorder: bool) -> QuantisedLinear:

@@ -23,6 +23,7 @@ FEW_ROWS = {4: 8, 8: 4}
 CHUNK = 2**18  # numbers that are looked at together
 SAMPLE = 256  # groups of a weight that are looked at to tell its kind
 NEAR = 2**-7  # relative; bfloat16 rounds by half of that at most
+MEAN = torch.full((GROUP, 1), 1 / GROUP)  # groups times this are their means, several times as quick as `mean`
 
 _pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
@@ -59,7 +60,7 @@ def own_bits(weight: torch.Tensor) -> int | None:
     A sample is looked at. Of numbers that were never on a grid not one group in ten thousand looks as if it were.
     """
     groups = _sample(weight)
-    if bool(_on_grid(groups, _four(groups, any_steps=True)).all()):
+    if bool(_on_grid(groups, _four_of_any(groups)).all()):
         return 4
     error = (_numbers(_eight(groups), 8) - groups).abs()
     return 8 if bool((error <= NEAR * groups.abs()).all()) else None
@@ -68,11 +69,14 @@ def own_bits(weight: torch.Tensor) -> int | None:
 def quantise(weight: torch.Tensor, bits: int, *, exact: bool) -> Codes:
     """The codes of a weight [out, in] that `can_hold` allows: the nearest, or, `exact`, those that it was made of."""
     sample = _sample(weight)
-    any_steps = exact and bits == 4 and not bool(_on_grid(sample, _four(sample, any_steps=False)).all())
-    parts = []
-    for chunk in torch.split(weight.detach(), max(1, CHUNK // weight.shape[1])):
-        groups = chunk.float().view(-1, GROUP)
-        parts.append(_four(groups, any_steps=any_steps) if bits == 4 else _eight(groups))
+    if bits == 8:
+        find = _eight
+    elif not exact:
+        find = _four
+    else:
+        find = _four_of_all if bool(_on_grid(sample, _four_of_all(sample)).all()) else _four_of_any
+    chunks = torch.split(weight.detach(), max(1, CHUNK // weight.shape[1]))
+    parts = [find(chunk.float().view(-1, GROUP)) for chunk in chunks]
     codes, scales, zeros = (torch.cat(part).view(len(weight), -1) for part in zip(*parts, strict=True))
     return Codes(bits, codes, scales, zeros)
 
@@ -142,24 +146,33 @@ def _scales_and_zeros(codes: Codes) -> torch.Tensor:
     return torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
 
 
-def _four(groups: torch.Tensor, *, any_steps: bool) -> Found:
-    """4-bit codes of groups [n, 32], and their scales and zeros [n].
+def _four(groups: torch.Tensor) -> Found:
+    """The nearest 4-bit codes of groups [n, 32], and their scales and zeros [n]; 15 steps from least to greatest."""
+    _, scale, zero = _four_of_all(groups)
+    codes = _whole(groups - zero[:, None], scale[:, None].float()).add_(8).clamp_(0, 15)
+    return codes.byte(), scale, zero
 
-    From the least to the greatest number there are 15 steps. `any_steps` has grids looked for of which a group does not
-    use both ends: Q4_0's, where the greatest number is 8 steps from nothing, and any other of at least 8 steps.
+
+def _four_of_all(groups: torch.Tensor) -> Found:
+    """The 4-bit codes of groups [n, 32] that lie on grids of 15 steps, which is all of Q4_1's."""
+    low = groups.amin(-1, keepdim=True)
+    return _fitted(groups, low, (groups.amax(-1, keepdim=True) - low) / 15)
+
+
+def _four_of_any(groups: torch.Tensor) -> Found:
+    """The 4-bit codes of groups [n, 32] that lie on grids of which they need not use both ends.
+
+    Q4_0's greatest number is 8 steps from nothing; what is left is tried with fewer and fewer steps, down to 8.
     """
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)  # at once they take twice as long
-    found = _nearest(groups, low, (high - low) / 15)
-    if not any_steps:
-        return found
-    for steps in (8, 14, 13, 12, 11, 10, 9, 8):
+    found = _four_of_all(groups)
+    for steps in (None, 14, 13, 12, 11, 10, 9, 8):
         left = (~_on_grid(groups, found)).nonzero().squeeze(-1)
         if not len(left):
             break
         part = groups[left]
-        ends = low[left], high[left]
-        step = torch.maximum(*(end.abs() for end in ends)) / 8 if steps == 8 else (ends[1] - ends[0]) / steps
-        other = _nearest(part, ends[0], step)
+        low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
+        step = (high - low) / steps if steps else torch.maximum(low.abs(), high.abs()) / 8
+        other = _fitted(part, low, step)
         before = found[0][left], found[1][left], found[2][left]
         nearer = (_error(part, other) < _error(part, before)).nonzero().squeeze(-1)
         for each, new in zip(found, other, strict=True):
@@ -167,15 +180,14 @@ def _four(groups: torch.Tensor, *, any_steps: bool) -> Found:
     return found
 
 
-def _nearest(groups: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> Found:
-    """The nearest that 4-bit codes can say, on a grid that is about from `low` [n, 1] on in steps of `step` [n, 1]."""
+def _fitted(groups: torch.Tensor, low: torch.Tensor, step: torch.Tensor) -> Found:
+    """4-bit codes on a grid from about `low` [n, 1] on in steps of about `step` [n, 1], and what fits them best."""
     above = groups - low
     codes = _whole(above, step).clamp_(0, 15)
-    centre, mean = codes.mean(-1, keepdim=True), above.mean(-1, keepdim=True)
-    common = (codes * above).mean(-1, keepdim=True) - centre * mean
-    scale = (common / (codes.square().mean(-1, keepdim=True) - centre.square()).clamp_min_(1e-9)).bfloat16()
+    centre, mean = codes @ MEAN, above @ MEAN
+    common = (codes * above) @ MEAN - centre * mean
+    scale = (common / ((codes * codes) @ MEAN - centre.square()).clamp_min_(1e-9)).bfloat16()
     zero = (low + mean - scale * (centre - 8)).bfloat16()
-    codes = _whole(torch.sub(groups, zero, out=above), scale.float()).add_(8).clamp_(0, 15)
     return codes.byte(), scale.squeeze(-1), zero.squeeze(-1)
 
 
@@ -191,18 +203,18 @@ def _error(groups: torch.Tensor, found: Found) -> torch.Tensor:
 
 def _eight(groups: torch.Tensor) -> Found:
     """8-bit codes of groups [n, 32], and their scales and zeros [n]: 127 is the greatest of a group."""
-    scale = groups.abs().amax(-1, keepdim=True) / 127
+    scale = torch.maximum(groups.amax(-1, keepdim=True), -groups.amin(-1, keepdim=True)) / 127
     for _ in range(2):  # what is rounded to bfloat16 does not say exactly what the greatest was
         codes = _whole(groups, scale)
-        scale = (codes * groups).sum(-1, keepdim=True) / codes.square().sum(-1, keepdim=True).clamp_min_(1e-9)
+        scale = ((codes * groups) @ MEAN) / ((codes * codes) @ MEAN).clamp_min_(1e-9)
     scale = scale.bfloat16()
     codes = _whole(groups, scale.float()).clamp_(-128, 127).add_(128)
     return codes.byte(), scale.squeeze(-1), torch.zeros_like(scale.squeeze(-1))
 
 
 def _whole(numbers: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """How many whole steps each number is, 0 where a step is 0."""
-    return numbers.mul(torch.where(step != 0, 1 / step, 0)).round_()
+    """How many whole steps each number is; some finite number where a step is 0."""
+    return numbers.mul(1 / step.clamp_min(1e-30)).round_()
 
 
 def _numbers(found: Found, bits: int) -> torch.Tensor:

@@ -63,11 +63,15 @@ class Reader:
         pool = selfcheck.probe(loaded).pool(len(self._blocks), BLOCK, loaded.dtype, loaded.device)
         self._runner = ModelRunner(loaded, pool)
 
-    def follow(self, passages: list[Passage], rows: int) -> torch.Tensor:
-        """Log-probabilities after each token that is followed, `rows` of them at once; float64 [tokens, vocabulary]."""
+    def follow(self, passages: list[Passage], rows: int, read: int = 512) -> torch.Tensor:
+        """Log-probabilities after each token that is followed, `rows` of them at once; float64 [tokens, vocabulary].
+
+        Of the history `read` tokens are forwarded at once.
+        """
         found = []
         for history, followed in passages:
-            self._runner.run(Batch([Row(history, 0, self._blocks, [])]))
+            for first in range(0, len(history), read):
+                self._runner.run(Batch([Row(history[first : first + read], first, self._blocks, [])]))
             for first in range(0, len(followed), rows):
                 part = enumerate(followed[first : first + rows], len(history) + first)
                 logits = self._runner.logits(Batch([Row([token], at, self._blocks, [_DRAW]) for at, token in part]))

@@ -205,6 +205,13 @@ def test_all_layers_take_the_bits_that_are_asked_for_and_the_output_layer_eight(
     assert packing.called(llama) == weights
 
 
+def test_eight_bits_are_not_given_to_a_layer_that_has_four(llama: Any) -> None:
+    packing.pack(on_grid(llama, Kind.Q4_0), "int8", PLENTY)
+    bits = packing.layouts(llama)
+    assert bits.pop("lm_head") == 8
+    assert set(bits.values()) == {4}
+
+
 def test_a_shape_that_torch_cannot_multiply_by_stays(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 40), nn.Linear(32, 48)).bfloat16()
     packing.pack(model, "int4", PLENTY)

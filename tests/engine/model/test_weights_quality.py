@@ -55,6 +55,17 @@ def test_codes_and_copies_are_as_near_to_float32_as_bfloat16_is(
     assert found.agree >= 0.9
 
 
+def test_a_history_that_was_written_by_codes_serves_as_well_as_one_that_was_read(
+    by_codes: Reader, passages: list[Passage]
+) -> None:
+    """K and V of replies come from codes, those of prompts from copies, and a cache holds both."""
+    read = by_codes.follow(passages, MANY)
+    written = by_codes.follow(passages, MANY, read=FEW)
+    found = compare(read, written, passages)
+    assert 0 < found.mean <= MEAN, found
+    assert found.worst <= WORST, found
+
+
 def shifted_zeros(layer: QuantisedLinear) -> None:
     layer.scales_and_zeros[..., 1] += layer.scales_and_zeros[..., 0]
 
