@@ -32,6 +32,7 @@ def engine_config(settings: Settings) -> EngineConfig:
         cache=cache_config(settings),
         kv_dir=str(kv_dir(settings.data_dir)),
         cold_kv_dtype=settings.cold_kv_dtype,
+        speculate=None if settings.speculate == "auto" else 0,
         log_level=settings.log_level,
     )
 

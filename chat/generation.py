@@ -88,6 +88,8 @@ class Reply:
             miss=self.miss,
             computed_tokens=self.usage.computed_tokens,
             recomputed_tokens=self.usage.recomputed_tokens,
+            drafted_tokens=self.usage.drafted_tokens,
+            accepted_tokens=self.usage.accepted_tokens,
             output_tokens=self.content.sampled,
             ttft_s=None if self.first_text_at is None else self.first_text_at - started,
             tpot_s=tpot,

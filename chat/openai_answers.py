@@ -125,6 +125,7 @@ class Answer:
 
     def _extension(self) -> dict[str, Any]:
         first = self.turn.replies[0].figures(self.turn.started)
+        usages = [reply.usage for reply in self.turn.replies if reply.usage is not None]
         return {
             "tokens": {
                 "device": first.device_tokens if first else 0,
@@ -132,6 +133,8 @@ class Answer:
                 "disk": first.disk_tokens if first else 0,
                 "computed": first.computed_tokens if first else 0,
                 "recomputed": first.recomputed_tokens if first else 0,
+                "drafted": sum(usage.drafted_tokens for usage in usages),
+                "accepted": sum(usage.accepted_tokens for usage in usages),
                 "output": sum(reply.content.sampled for reply in self.turn.replies),
             },
             "restore_s": first.restore_s if first else 0.0,

@@ -112,7 +112,16 @@ def _answers() -> dict[str, Any]:
 
 def _extension() -> dict[str, Any]:
     return _object(
-        tokens=_object(device=COUNT, host=COUNT, disk=COUNT, computed=COUNT, recomputed=COUNT, output=COUNT),
+        tokens=_object(
+            device=COUNT,
+            host=COUNT,
+            disk=COUNT,
+            computed=COUNT,
+            recomputed=COUNT,
+            drafted=COUNT,
+            accepted=COUNT,
+            output=COUNT,
+        ),
         restore_s=NUMBER, miss=_or_null(_miss()),
         matched_messages=COUNT, ttft_s=_or_null(NUMBER), tpot_s=_or_null(NUMBER), total_s=NUMBER,
         finish_details=_list(_or_null(TEXT)), ignored_parameters=_list(TEXT),

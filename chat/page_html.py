@@ -174,6 +174,8 @@ def figures_line(figures: Figures) -> str:
     )
     if figures.recomputed_tokens:
         hint += f" {figures.recomputed_tokens:,} were read again, because the memory was full meanwhile."
+    if figures.drafted_tokens:
+        hint += f" {figures.accepted_tokens:,} of {figures.drafted_tokens:,} tokens that were guessed came true."
     if figures.miss is not None and figures.miss.cause != "new":
         hint += f" {miss_sentence(figures.miss)}"
     return (

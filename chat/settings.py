@@ -102,6 +102,10 @@ class Settings(BaseSettings):
     disk_writes: Limit = Field(
         Bytes(100 * 10**9), description="The most that is written to the disk in a day; unlimited is a word for none."
     )
+    speculate: Literal["auto", "off"] = Field(
+        "auto",
+        description="Guess the next tokens where a text repeats itself, as far as that is quicker, and check them.",
+    )
     thinking: Literal["preserve", "strip"] = Field(
         "preserve",
         description="Whether the model goes on reading the reasoning of earlier replies, or only their answers.",

@@ -94,7 +94,8 @@ class Figures:
     Of the reused tokens, `host_tokens` and `disk_tokens` came from there, which took `restore_s`; the others were on
     the device. `miss` says why the rest had to be computed; None: it was but the last token. `ttft_s` runs from `send`
     to the first text, `tpot_s` is the mean time per output token after the first; None when there was no text, or only
-    one token. `recomputed_tokens` were read again because the pool was full meanwhile.
+    one token. `recomputed_tokens` were read again because the pool was full meanwhile. `drafted_tokens` were guessed,
+    and `accepted_tokens` of them came true; both are known of a reply until the server ends.
     """
 
     prompt_tokens: int
@@ -104,6 +105,8 @@ class Figures:
     ttft_s: float | None
     tpot_s: float | None
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
     restore_s: float = 0.0

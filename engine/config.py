@@ -48,7 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     None turns that tier off whatever its budget. `cold_kv_dtype` int8 keeps K and V in host and disk at about half
     their size and not exactly; auto keeps them as they are. `force` is for tests: load whatever a tier holds, or
     compute it again; None takes what is quicker. `threads` is torch's thread count on the CPU; None takes one per core.
-    `max_batch_tokens` bounds one forward pass. `log_level` is debug, info, warning or error.
+    `max_batch_tokens` bounds one forward pass; `speculate` is the most tokens of a reply that are guessed at a time,
+    None as many as pay, 0 none. `log_level` is debug, info, warning or error.
     """
 
     cache_dir: str
@@ -65,4 +66,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 32
     threads: int | None = None
     max_batch_tokens: int = 512
+    speculate: int | None = None
     log_level: str = "warning"

@@ -112,6 +112,7 @@ class ServedModel:
             max_batch_tokens=config.max_batch_tokens,
             clock=clock,
             residency=self.residency,
+            speculate=config.speculate,
         )
         self._warm_up()
 

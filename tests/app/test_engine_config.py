@@ -41,6 +41,8 @@ def test_what_is_not_set_is_left_to_the_engine(home: Path) -> None:
     whole = engine_config.engine_config(load_settings({}))
     (sent,) = decode_commands(encode([Start(config=whole)]))
     assert sent == Start(config=whole)
+    assert whole.speculate is None
+    assert engine_config.engine_config(load_settings({"speculate": "off"})).speculate == 0
     assert (whole.kv_dir, whole.cold_kv_dtype) == (str(load_settings({}).data_dir / "kv"), "auto")
 
 

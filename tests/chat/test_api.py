@@ -65,7 +65,8 @@ async def test_a_completion(client, engine, template):
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert answer.model == "fake-smollm2"
     assert answer.keepwarm["tokens"] == {
-        "device": 0, "host": 0, "disk": 0, "computed": prompt, "recomputed": 0, "output": 3,
+        "device": 0, "host": 0, "disk": 0, "computed": prompt, "recomputed": 0, "drafted": 0, "accepted": 0,
+        "output": 3,
     }  # fmt: skip
     assert answer.keepwarm["restore_s"] == 0.0
     assert answer.keepwarm["miss"] == {"position": 0, "message_index": 0, "cause": "new", "detail": ""}

@@ -84,6 +84,12 @@ def test_the_quiet_line_says_what_a_reply_cost() -> None:
     assert "Of 1,222 prompt tokens, 1,180 were still warm and 42 were read anew; the reply has 120 tokens." in line
 
 
+def test_the_figures_say_what_was_guessed() -> None:
+    assert "guessed" not in figures_line(FIGURES)
+    line = figures_line(replace(FIGURES, drafted_tokens=1200, accepted_tokens=30))
+    assert "30 of 1,200 tokens that were guessed came true." in line
+
+
 def test_the_quiet_line_tells_the_tiers_that_tokens_came_back_from() -> None:
     line = figures_line(replace(FIGURES, host_tokens=100, disk_tokens=1000, restore_s=0.052))
     assert text_of(line).startswith("1,180 tokens reused (100 from RAM, 1,000 from disk) · 42 read · ")
