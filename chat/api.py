@@ -39,7 +39,10 @@ def api_router(service: ChatService) -> APIRouter:
     router = APIRouter()
     api = _Api(service)
     for path, (endpoint, methods) in api.routes.items():
-        router.add_api_route(path, endpoint, methods=methods, response_model=None)
+        if path in api.turns:  # as Starlette's: every turn waits for what FastAPI does about arguments and answers
+            router.add_route(path, endpoint, methods=methods)
+        else:
+            router.add_api_route(path, endpoint, methods=methods, response_model=None)
     for path in (*api.routes, "/v1", "/v1/{path:path}"):
         router.add_route(path, _Otherwise(api.unknown))  # type: ignore[arg-type]  # a function takes GET alone
     return router
@@ -75,6 +78,7 @@ class _Api:
     def __init__(self, service: ChatService) -> None:
         self._service = service
         self._created = int(time.time())
+        self.turns = ("/v1/chat/completions", "/v1/chat/completions/estimate")
         self.routes: dict[str, tuple[Callable[..., Awaitable[Response]], list[str]]] = {
             "/v1/chat/completions": (self.complete, ["POST"]),
             "/v1/chat/completions/estimate": (self.estimate, ["POST"]),

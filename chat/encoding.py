@@ -23,6 +23,8 @@ from chat.token_bytes import BROKEN, LeastTokens, byte_tokens, mended
 _PRIVATE_USE = range(0x100000, 0x10FFFE)  # code points that no text means anything by
 _PRIVATE_USE_RE = re.compile(f"[{chr(_PRIVATE_USE[0])}-{chr(_PRIVATE_USE[-1])}]")
 
+SHORT = 2000  # characters that are encoded in less time than it takes to let others run meanwhile
+
 
 class Lead(NamedTuple):
     """What a text in the middle of a chat is encoded behind, and its ids; `swallows`: it takes white space after it."""
@@ -140,6 +142,8 @@ class TextEncoder:
         if not texts:
             return []
         try:
+            if len(texts) == 1 and len(texts[0]) <= SHORT:
+                return [list(self.tokenizer.encode(texts[0], add_special_tokens=False).ids)]
             encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)  # others may run
         except Exception as error:  # tokenizers raises bare Exceptions
             raise InvalidText(f"The model's tokenizer cannot read this text: {error}") from None

@@ -43,6 +43,10 @@ CONTENT_POLICY = "; ".join(
     )
 )
 
+# Gradio looks for new events that often. By itself it does so every millisecond, also while nobody has the page open,
+# which keeps a core busy for 8% of the time instead of 4%.
+QUEUE_SECONDS = 0.005
+
 
 def build_app(service: ChatService, settings: Settings) -> FastAPI:
     """The whole application over a service that its caller starts and closes."""
@@ -57,6 +61,7 @@ def build_app(service: ChatService, settings: Settings) -> FastAPI:
     app.include_router(admin_router(service))
     app.mount(PREFIX, StaticFiles(directory=FOLDER), name="page-assets")
     page = build_page(service)
+    page._queue.sleep_when_free = QUEUE_SECONDS
     gr.mount_gradio_app(
         app,
         page,
