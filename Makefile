@@ -1,6 +1,6 @@
 # make run starts Keepwarm, make test tests it; both set .venv up first, and again whenever a lock file changes.
 
-.PHONY: run test lint format bench bench-quick bench-cache bench-int8 stress mutants lock clean
+.PHONY: run test lint format bench bench-quick bench-cache bench-int8 profile http-path scaling stress mutants lock clean
 
 # The first Python that the lock serves; `make run PYTHON=/path/to/python` names another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -35,6 +35,15 @@ bench-cache: .venv/installed-dev  ## measure the tiers; a part with ARGS="--only
 
 bench-int8: .venv/installed-dev  ## what int8 in host and disk costs in quality; options in ARGS="--texts 2"
 	@$(BIN)/python -m tests.bench.int8 $(ARGS)
+
+profile: .venv/installed-dev  ## what a step of the engine takes beside the forward pass, and where the time goes
+	@$(BIN)/python -m tests.bench.profile $(ARGS)
+
+http-path: .venv/installed-dev  ## what HTTP, storage and templates add to the time to the first token
+	@$(BIN)/python -m tests.bench.http_path $(ARGS)
+
+scaling: .venv/installed-dev  ## how a step grows with sessions, history and stored chats, plotted into assets/scaling
+	@$(BIN)/python -m tests.bench.scaling $(ARGS)
 
 stress: .venv/installed-dev  ## many chats at once on small tiers, every token checked; ARGS="--seconds 30"
 	@$(BIN)/python -m tests.stress $(ARGS)

@@ -105,7 +105,8 @@ def _nucleus(weights: Floats, top_p: float) -> Ids:
     kept = few >= least
     if again := gone - int(ranked.searchsorted(least)):  # of those that weigh as much as the last one that stays
         kept[np.flatnonzero(few == least)[-again:]] = False
-    return ids[kept]
+    nucleus: Ids = ids[kept]
+    return nucleus
 
 
 def _place(weights: Floats, point: float) -> int:

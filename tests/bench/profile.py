@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.config import CacheConfig, EngineConfig
 from engine.hosting import ENGINE_ENVIRONMENT
 from engine.protocol import Sampling
 from tests.bench.cache_engine import MODELS, ROOT
@@ -59,7 +60,8 @@ def _run(args: argparse.Namespace, report: Report, folder: Path) -> None:
     from tests.bench.profile_parts import ByHand
 
     kinds = {"greedy": Sampling(), "temperature 0.7, top-p 0.9": Sampling(temperature=0.7, top_p=0.9, seed=1)}
-    hand = ByHand(args.model, folder, device_kv=512 * MIB)
+    cache = CacheConfig(device_kv=512 * MIB)
+    hand = ByHand(EngineConfig(cache_dir=str(MODELS), model=args.model, cache=cache, kv_dir=str(folder / "kv")))
     loaded = hand.served.loaded
     report.facts |= {"threads": torch.get_num_threads(), "dtype": str(loaded.dtype).removeprefix("torch.")}
     text = Text(str(loaded.prepared.path))

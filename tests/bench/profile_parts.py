@@ -11,11 +11,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from engine.channel import Channel
-from engine.config import CacheConfig, EngineConfig
+from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.model import runner
 from engine.protocol import (
@@ -31,7 +32,6 @@ from engine.protocol import (
     encode,
 )
 from engine.served import ServedModel
-from tests.bench.cache_engine import MODELS
 
 FORWARD = "forward pass"
 PARTS = {
@@ -76,7 +76,7 @@ class ByHand:
     Raises `RuntimeError` when it cannot load.
     """
 
-    def __init__(self, model: str, folder: Path, device_kv: int | None = None, *, disk: bool = True) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self.watch = Stopwatch()
         self._numbers = itertools.count()
         self._running: set[str] = set()
@@ -87,13 +87,8 @@ class ByHand:
         self._channel = Channel(BytesIO(), self._listener.stdin, lambda _: None, lambda: None)
         self._channel.start()
         self._engine = Engine(self.watch.timed(SEND, self._send))
-        config = EngineConfig(
-            cache_dir=str(MODELS),
-            model=model,
-            cache=CacheConfig(device_kv=device_kv),
-            kv_dir=str(folder / "kv") if disk else None,
-        )
-        if not self._engine.begin(config):
+        if not self._engine.begin(replace(config, speculate=0)):  # a step is a token, so that steps can be compared
+            self._channel.close()
             raise RuntimeError(self._refused)
         self.served: ServedModel = next(iter(self._engine._residents))
         owners = {
