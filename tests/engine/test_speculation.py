@@ -122,6 +122,12 @@ def test_others_go_on_before_anything_is_guessed(make_rig) -> None:
     assert [row[2] for row in rows] == [0, 0, 0]
 
 
+def test_a_guess_fits_the_budget(make_rig) -> None:
+    rig = make_rig(speculate=8, repeats=True, max_batch_tokens=6)
+    rig.submit(PROMPT, 12)
+    assert [step(rig) for _ in range(2)] == [[(0, 6, 0)], [(6, 6, 5)]]
+
+
 def test_cancelling_and_preempting_leave_nothing_behind(make_rig) -> None:
     rig = make_rig(blocks=6, speculate=8, repeats=True)
     prompts = {"a": PROMPT, "b": [21, 22, 23, 20, 21, 22]}
