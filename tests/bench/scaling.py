@@ -1,8 +1,9 @@
 """`make scaling`: how a step grows with chats written at once, with their history, and with the chats that are stored.
 
 One engine in this process for each part, its rounds taken by hand; the stored chats are real rows of a real database,
-and turns of a tiny model whose blocks fill device and host. A list page is as long as there are chats, up to 50. Each line is fitted by time = constant * size ^ exponent;
-an exponent of 1 is linear. Prints the figures, and plots them into an SVG file.
+and turns of a tiny model whose blocks fill device and host. A page of the list is as long as there are chats, up to 50.
+Each line is fitted by time = constant * size ^ exponent; an exponent of 1 is linear. Prints the figures, and plots them
+into an SVG file.
 """
 
 from __future__ import annotations
