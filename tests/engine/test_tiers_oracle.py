@@ -65,10 +65,15 @@ FOUND = {
 async def test_a_reply_is_the_same_from_every_tier(driven: Driven, expected: Greedy, tier: str) -> None:
     known = (await first_turn(driven, expected)).known
     await driven.leave("s", tier)
-    before = (await driven.client.snapshot()).forwarded_tokens
+    before = await driven.client.snapshot()
     turn = await driven.turn([*known, *MESSAGE])
     assert turn.sources == FOUND[tier]
-    assert (await driven.client.snapshot()).forwarded_tokens - before == turn.sources.computed + NEW - 1
+    after = await driven.client.snapshot()
+    spent, drafted, accepted = (
+        getattr(after, name) - getattr(before, name)
+        for name in ("forwarded_tokens", "drafted_tokens", "accepted_tokens")
+    )
+    assert spent == turn.sources.computed + NEW - 1 + drafted - accepted
     assert turn.reply == expected([*known, *MESSAGE])
 
 
