@@ -14,7 +14,7 @@ import psutil
 import torch
 
 LOOK_SECONDS = 0.3  # between two looks at what others do
-SPARE = 0.25  # of a core: so much may others want of the last one that is taken
+SPARE = 0.75  # of a core: so much may others want of the last one that is taken
 
 
 def cpu_seconds() -> tuple[float, float]:

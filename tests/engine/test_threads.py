@@ -37,7 +37,7 @@ def threads(machine: Machine) -> Threads:
 
 
 @pytest.mark.parametrize(
-    ("others", "expected"), [(0.0, 4), (0.2, 4), (0.3, 3), (1.0, 3), (1.24, 3), (1.26, 2), (3.2, 1), (4.0, 1), (9.0, 1)]
+    ("others", "expected"), [(0.0, 4), (0.7, 4), (0.8, 3), (1.0, 3), (1.74, 3), (1.76, 2), (2.8, 1), (4.0, 1), (9.0, 1)]
 )
 def test_others_are_left_what_they_use(others: float, expected: int, machine: Machine, threads: Threads) -> None:
     machine.passes(0.5, own=3.0, others=others)

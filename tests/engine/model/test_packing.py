@@ -82,6 +82,26 @@ def test_weights_are_there_once(tmp_path: Path) -> None:
     assert Measures.of(loaded, 4).weight_bytes == 2 * numbers, "and counted as what they are"
 
 
+def test_a_weight_goes_before_the_next_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2)))
+    first, alive, reorder = weakref.ref(model[0].weight), [], packing._reorder
+
+    def watched(*args: object) -> torch.Tensor:
+        alive.append(first() is not None)
+        return reorder(*args)
+
+    monkeypatch.setattr(packing, "_reorder", watched)
+    packing.pack(model, "bf16", 0)
+    assert alive == [True, False]
+
+
+def test_layers_that_share_a_weight_stay() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)))
+    model[1].weight = model[0].weight
+    packing.pack(model, "bf16", 10**9)
+    assert [type(each) for each in model] == [nn.Linear, nn.Linear, PackedLinear]
+
+
 def test_what_is_no_plain_linear_layer_stays(tmp_path: Path) -> None:
     class Other(nn.Linear):
         """Computes something of its own."""
