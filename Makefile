@@ -13,7 +13,7 @@ run: .venv/installed  ## start Keepwarm; flags go in ARGS="--port 8000"
 	@exec $(BIN)/python app.py $(ARGS)
 
 test: .venv/installed-dev  ## run the tests; a part of them with ARGS="tests/storage -x"
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 lint: .venv/installed-dev  ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -137,8 +137,12 @@ class Engine:
         served = self._residents.bring(found, progress)
         self._send([Ready(capabilities=served.capabilities(found.prepared, COMMANDS))])
 
-    def _progress(self, call_id: str) -> Progress:
+    def _progress(self, call_id: str, *, elsewhere: bool = False) -> Progress:
+        """Tells how far something is; `elsewhere`: on another thread than the engine's."""
+
         def tell(stage: str, done: int, total: int) -> None:
+            if self._threads is not None and not elsewhere:
+                self._threads.adapt()  # so that a start beside other programs is not slower than it must be
             self._send([Loading(call_id=call_id, stage=stage, done=done, total=total)])
 
         return tell
@@ -149,7 +153,7 @@ class Engine:
         try:
             with self._finding:
                 wanted = Wanted(load.model, load.adapter, load.dtype, load.weights)
-                result = self._residents.find(wanted, self._progress(load.call_id))
+                result = self._residents.find(wanted, self._progress(load.call_id, elsewhere=True))
         except ModelLoadError as error:
             result = error
         except Exception as error:
