@@ -80,7 +80,7 @@ def test_a_fresh_machine_is_looked_at_and_left_as_it_was(tmp_path: Path, tiny_mo
         "database", "device", "number format", "bits of weights", "model", "architecture", "weights",
         "cache", "tokenizer", "chat template",
     ]  # fmt: skip
-    assert all(len(line) <= 100 for line in output.splitlines())
+    assert all(len(line) <= 100 for line in output.splitlines() if str(tmp_path) not in line)
 
 
 def test_each_problem_has_its_fix_and_makes_the_exit_code_one(tmp_path: Path) -> None:

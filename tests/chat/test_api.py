@@ -457,11 +457,15 @@ async def test_while_the_engine_loads(client, http, engine):
     assert (await http.get("/readyz")).json() == {"status": "ready"}
 
 
-async def test_models(client, http):
+async def test_models(client, service):
+    await eventually(lambda: service.status().phase == "ready")
     assert [model.id for model in (await client.models.list()).data] == ["fake-smollm2", "default"]
     assert (await client.models.retrieve("default")).id == "default"
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("other/model")
+
+
+async def test_an_address_that_is_none_says_so(http):
     wrong = await http.post("/v1/embeddings", json={})
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "unknown_url")
 

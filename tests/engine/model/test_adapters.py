@@ -103,7 +103,7 @@ def test_in_bfloat16_a_merged_weight_is_rounded_once(model: Path, tmp_path: Path
     adapter = tune(model, tmp_path / "tune", modules_to_save=["lm_head"])
     name = "model.layers.0.mlp.up_proj"
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).get_submodule(name).weight
-    module = loading.load(prepare(model, adapter, tmp_path), "cpu", "bfloat16").module
+    module = loading.load(prepare(model, adapter, tmp_path), "cpu", "bfloat16", fuse=False).module
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     tensors = load_file(adapter / "adapter_model.safetensors")
     part = "base_model.model.model.layers.0.mlp.up_proj.lora_{}.weight"
