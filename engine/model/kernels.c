@@ -7,12 +7,16 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
+#ifdef __AVX512F__
+#define WIDE 16 /* numbers that are computed with at once; a head's dimensions are a multiple of it */
+#else
+#define WIDE 8
+#endif
 #define PART 128        /* keys that are attended to in one go */
-#define WIDE 16         /* numbers that are computed with at once; a head's dimensions are a multiple of it */
 #define MOST_DIM 256    /* of a head */
 #define MOST_HEADS 128  /* of a layer */
 #define MOST_WIDTH 8192 /* of all its heads together */
@@ -100,6 +104,13 @@ INLINE void store_sums(const Wide *values, int64_t count, float *out) {
         __m512 each = _mm512_add_ps(low, high);
         __m256 half = _mm256_add_ps(_mm512_castps512_ps256(each), _mm512_extractf32x8_ps(each, 1));
         _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+        return;
+    }
+#elif defined(__AVX2__)
+    if (count == FOUR) {
+        __m256 ab = _mm256_hadd_ps((__m256)values[0], (__m256)values[1]);
+        __m256 each = _mm256_hadd_ps(ab, _mm256_hadd_ps((__m256)values[2], (__m256)values[3]));
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(each), _mm256_extractf128_ps(each, 1)));
         return;
     }
 #endif
