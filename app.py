@@ -17,16 +17,17 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from chat import flags
 from chat.doctor import DoctorError, WrongQuestion
 from chat.doctor_command import doctor_command
+from chat.ending import close, leave
 from chat.instance import AlreadyRunning, DataDirError, Instance
 from chat.settings import PREFIX, VERSION, Settings, SettingsError, load_settings, nearest
 
@@ -37,12 +38,10 @@ if TYPE_CHECKING:
     from engine.protocol import Capabilities
     from storage import Store
 
-CLOSE_LIMIT = 1.5  # seconds that a part may take to close before it is left behind; Ctrl-C ends within 3
 BROWSER_SECONDS = 3.0  # that a browser may take to open before a second start ends
 USAGE_ERROR = 2
 ANOTHER_DIR = "choose another with --data-dir"
 
-log = logging.getLogger("keepwarm")
 cli = typer.Typer(add_completion=False, rich_markup_mode=None, subcommand_metavar="[doctor]")
 
 
@@ -51,6 +50,15 @@ class StartError(Exception):
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
+
+
+def whole_process() -> NoReturn:
+    """Run the command line as all that this process does, and end with its exit code; 130 after a Ctrl-C too many."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        leave(main())
+    except KeyboardInterrupt:
+        leave(130)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,16 +260,6 @@ async def close_parts(parts: Parts) -> None:
         await close("the store", parts.store.close())
 
 
-async def close(what: str, closing: Awaitable[object]) -> None:
-    """Close one part; one that fails or hangs is logged and does not keep the others from closing."""
-    try:
-        await asyncio.wait_for(closing, CLOSE_LIMIT)
-    except TimeoutError:
-        log.warning("%s did not end within %s s", what, CLOSE_LIMIT)
-    except Exception:
-        log.exception("%s did not end cleanly", what)
-
-
 def short_of_room(capabilities: Capabilities) -> str:
     """What to say where the device tier holds less than one whole context; "" where it does not."""
     room, context = capabilities.room, capabilities.context_length
@@ -289,8 +287,4 @@ async def tell_until_ready(engine: EngineClient, url: str, started: float) -> No
 
 
 if __name__ == "__main__":
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    whole_process()

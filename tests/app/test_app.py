@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -192,14 +193,33 @@ def test_ctrl_c_while_the_model_loads(data_dir: Path) -> None:
         assert app.engine_is_gone(within=1)
 
 
-def test_a_polite_kill_is_like_ctrl_c_and_a_second_ctrl_c_does_not_wait(data_dir: Path) -> None:
+def test_a_polite_kill_is_like_ctrl_c(data_dir: Path) -> None:
     with App(data_dir) as app:
         app.line_with(" ...")
         assert app.interrupt(signal.SIGTERM) < 10
         assert app.process.returncode == 0
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.02, 0.05, 0.1, 0.25])  # closing takes 10 ms; Python's own end took 400 more
+def test_a_second_ctrl_c_does_not_wait(data_dir: Path, wait_s: float) -> None:
     with App(data_dir) as app:
         app.line_with(" ...")
         app.process.send_signal(signal.SIGINT)
         app.line_with("Ending")
+        time.sleep(wait_s)
         app.process.send_signal(signal.SIGINT)
         assert app.process.wait(timeout=3) in {0, 130}
+        assert app.errors() == ""
+
+
+def test_no_ctrl_c_kills_a_process_that_has_closed_everything() -> None:
+    """An object that Python would take down last, when it no longer catches signals, sends one."""
+    late = (
+        "import os, runpy, sys\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=os.kill, process=os.getpid()): kill(process, {int(signal.SIGINT)})\n"
+        "sys.late, sys.argv = Late(), ['app.py', '--version']\n"
+        f"runpy.run_path({str(ROOT / 'app.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", late], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"keepwarm {VERSION}\n", "")
