@@ -94,9 +94,12 @@ def test_an_impossible_token_is_never_drawn() -> None:
     assert set(drawn) == {1}
 
 
-def test_logits_that_are_not_numbers_are_an_error() -> None:
+@pytest.mark.parametrize(
+    "kw", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}, {"presence_penalty": 1.0}]
+)
+def test_logits_that_are_not_numbers_are_an_error(kw: dict) -> None:
     with pytest.raises(StepError, match="NaN"):
-        sample(torch.tensor([[0.0, float("nan")]]), [draw()])
+        sample(torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), [draw(**kw), draw(**kw)])
 
 
 def test_a_mixed_batch_keeps_its_order() -> None:
@@ -111,6 +114,8 @@ def test_a_mixed_batch_keeps_its_order() -> None:
         {"temperature": 0.7},
         {"temperature": 0.7, "top_p": 0.9},
         {"temperature": 2.0, "top_p": 0.5},
+        {"temperature": 3.0, "top_p": 0.999},
+        {"temperature": 1.5, "top_k": 19},
         {"temperature": 1.0, "top_k": 50},
         {"temperature": 1.0, "top_k": 20, "top_p": 0.8},
         {"temperature": 1.0, "top_k": 6000, "top_p": 0.99, "min_p": 0.02},
@@ -144,6 +149,21 @@ def test_of_equal_tokens_the_first_are_greedy_and_stay_longest() -> None:
     assert set(drawn) == {1, 2, 3, 4}  # as in transformers, none that equals the last one goes
 
 
+def test_of_a_large_vocabulary_all_that_equal_the_last_of_top_k_stay() -> None:
+    logits = torch.zeros(1, 10_000)
+    logits[0, [9, 700, 5000, 9999]] = torch.tensor([2.0, 1.0, 1.0, 1.0])
+    for top_k in (2, 4):
+        drawn = sample(logits.expand(200, -1), [draw(position=i, temperature=1.0, top_k=top_k) for i in range(200)])
+        assert set(drawn) == {9, 700, 5000, 9999}
+
+
+def test_of_many_alike_top_p_keeps_its_share_of_the_first() -> None:
+    logits = torch.zeros(1, 5000)
+    for top_p, share in ((0.0, 0), (0.3, 1500), (0.9, 4500), (0.9999999, 5000)):
+        drawn = sample(logits.expand(300, -1), [draw(position=i, temperature=1.0, top_p=top_p) for i in range(300)])
+        assert share * 0.97 <= max(drawn) < share + 2
+
+
 def test_an_impossible_token_is_never_drawn_from_a_large_vocabulary() -> None:
     logits = torch.full((1, 10_000), float("-inf"))
     logits[0, [255, 256, 7000]] = 0.0
@@ -153,7 +173,10 @@ def test_an_impossible_token_is_never_drawn_from_a_large_vocabulary() -> None:
 
 def test_random_numbers_stay_as_they_are() -> None:
     assert uniform(7, 3) == 0.44205212947108785
-    assert uniform(2**64 - 1, 0) == np.random.Generator(np.random.Philox(key=2**64 - 1, counter=0)).random()
+    for seed in (0, 1, 2**32, 2**63 - 1, 2**64 - 1):
+        for position in (0, 1, 4095, 2**31):
+            philox = np.random.Philox(key=seed, counter=position)
+            assert uniform(seed, position) == np.random.Generator(philox).random()
 
 
 def test_the_logits_stay_as_they_are() -> None:
