@@ -102,6 +102,14 @@ def test_logits_that_are_not_numbers_are_an_error(kw: dict) -> None:
         sample(torch.tensor([[0.0, 1.0], [0.0, float("nan")]]), [draw(**kw), draw(**kw)])
 
 
+@pytest.mark.parametrize(
+    "kw", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "top_k": 2}]
+)
+def test_of_infinite_logits_the_first_is_drawn(kw: dict) -> None:
+    logits = torch.tensor([[0.0, float("inf"), float("inf")]])
+    assert {sample(logits, [draw(position=i, **kw)])[0] for i in range(20)} == {1}
+
+
 def test_a_mixed_batch_keeps_its_order() -> None:
     draws = [draw(), draw(temperature=1.0, top_k=1), replace(draw(), reply_ids=[1])]
     rows = torch.stack([LOGITS[0], LOGITS[0].flip(0), LOGITS[0]])
@@ -177,6 +185,18 @@ def test_random_numbers_stay_as_they_are() -> None:
         for position in (0, 1, 4095, 2**31):
             philox = np.random.Philox(key=seed, counter=position)
             assert uniform(seed, position) == np.random.Generator(philox).random()
+
+
+def test_any_number_of_rows_of_any_kind_is_drawn_as_each_alone() -> None:
+    kinds = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.2, "top_p": 0.9}]
+    kinds += [{"temperature": 1.0, "top_k": 3}, {"temperature": 1.0, "min_p": 0.1}, {"presence_penalty": 0.5}]
+    draws = [draw(position=i, seed=i, reply=[1, 2], **kinds[i % len(kinds)]) for i in range(50)]
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = (torch.randn(50, 3001, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+        with torch.inference_mode():
+            together = sample(logits, draws)
+        assert together == [sample(row[None], [one])[0] for row, one in zip(logits, draws, strict=True)]
+        assert together == sample(logits.float(), draws)
 
 
 def test_the_logits_stay_as_they_are() -> None:
