@@ -54,8 +54,8 @@ class ImageCodec:
         """
         self._check(pool_data, [into])
         image = into if pool_data.is_cpu else torch.empty_like(into, device=pool_data.device)
-        if tokens is not None:
-            image.zero_()
+        if tokens is not None and tokens < self.shape[2]:
+            _clear(image)
         if self.lossy:
             self._quantize(pool_data, slot, image, tokens)
         else:
@@ -147,6 +147,14 @@ class ImageCodec:
 def _copy_each(copies: Iterable[tuple[Bytes, Bytes]]) -> None:
     for target, source in copies:
         _copy(target, source)
+
+
+def _clear(image: torch.Tensor) -> None:
+    """Zeros throughout; in RAM by numpy, for the same reason as copies."""
+    if image.is_cpu:
+        image.numpy().fill(0)
+    else:
+        image.zero_()
 
 
 def _copy(target: Bytes, source: Bytes) -> None:

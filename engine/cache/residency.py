@@ -165,12 +165,17 @@ class Residency:
 
     def _entries(self, by_key: dict[bytes, list[Block]]) -> Sequence[Entry]:
         """Idle blocks as a policy sees them; of what is pinned, the share of this pool."""
-        entries = [self._entry(key, same[0]) for key, same in by_key.items()]
+        costs: dict[tuple[int, int], float] = {}  # by depth and tokens, which many blocks have alike
+        entries = [self._entry(key, same[0], costs) for key, same in by_key.items()]
         whose = {key: same[0].holders for key, same in by_key.items()}
         return self.tiers.sessions.protect(entries, whose, self._books.total_blocks * self.space.block_bytes)
 
-    def _entry(self, key: bytes, block: Block) -> Entry:
+    def _entry(self, key: bytes, block: Block, costs: dict[tuple[int, int], float]) -> Entry:
         sessions, tokens = self.tiers.sessions, len(block.token_ids)
+        cost = costs.get((block.depth, tokens))
+        if cost is None:
+            cost = self.space.compute_s(block.depth * self.space.block_size, tokens) or 0.0
+            costs[block.depth, tokens] = cost
         return Entry(
             key=key,
             parent=block.parent_hash or self.space.root,
@@ -180,7 +185,7 @@ class Residency:
             last_used=block.last_used,
             expires_at=sessions.expires_at(block.holders, block.last_used, self.tiers.limits.device_ttl),
             value=sessions.value(key, block.holders, preset=block.preset),
-            recompute_s=self.space.compute_s(block.depth * self.space.block_size, tokens) or 0.0,
+            recompute_s=cost,
         )
 
 

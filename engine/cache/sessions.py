@@ -100,6 +100,8 @@ class Sessions:
 
         The last of its holders counts.
         """
+        if ttl is None and not self._wished:
+            return None
         uses = [(last_used, use.ttl) for use in self._known(holders)]
         return expires_at(uses or [(last_used, None)], ttl)
 

@@ -232,7 +232,7 @@ class ColdTiers:
         return cold.host is not None and self.write(cold, partial(self._copy_from_host, cold.host), spared)
 
     def _copy_from_host(self, source: HostSlot, into: HostSlot) -> Copied:
-        self.disk.staging.view(into).copy_(self.host.view(source))
+        self.disk.staging.view(into).numpy()[:] = self.host.view(source).numpy()  # torch would wake all of its threads
         return DONE
 
     def _written(self, cold: ColdBlock, error: EngineError | None) -> None:

@@ -66,6 +66,12 @@ def test_every_bit_comes_back_and_nothing_else_is_touched(dtype):
     assert target.view(bits).equal(expected.view(bits))
 
 
+@pytest.mark.parametrize("cold_dtype", ["auto", "int8"])
+def test_all_tokens_by_number_are_the_whole_block(cold_dtype):
+    made, data = codec(cold_dtype), pool()
+    assert image_of(made, data, 5, tokens=made.shape[2]).equal(image_of(made, data, 5))
+
+
 def test_only_the_first_tokens_are_loaded_when_asked():
     made, data, target = codec(), pool(), pool(blocks=3)
     expected = target.clone()
