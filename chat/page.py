@@ -12,11 +12,10 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-import gradio as gr
-
 from chat import page_html as html
 from chat.errors import ChatError, InvalidRequest, SessionNotFound, StorageFailed
 from chat.page_assets import script_tag
+from chat.quick_gradio import gr
 from chat.service import ChatService
 from chat.views import SessionDetail, TurnOptions
 from engine.protocol import Sampling

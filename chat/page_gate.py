@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import gradio as gr
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat.bodies import body_of, json_object
 from chat.errors import ChatError
+from chat.quick_gradio import gr
 from chat.refusals import no_such_url, refusal, status_of
 
 RUN = "/gradio_api/run/predict"

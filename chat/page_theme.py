@@ -5,8 +5,9 @@ The same colours stand as custom properties at the top of `assets/page.css`, whi
 
 from __future__ import annotations
 
-import gradio as gr
-from gradio.themes.utils.fonts import Font
+from chat.quick_gradio import gr
+
+Font = gr.themes.utils.fonts.Font
 
 TEXT_FONTS = ("ui-sans-serif", "system-ui", "-apple-system", "Segoe UI", "Roboto", "Noto Sans", "sans-serif")
 CODE_FONTS = ("ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono", "monospace")

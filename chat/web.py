@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-import gradio as gr
 from fastapi import FastAPI
 from fastapi.staticfiles import StaticFiles
 from starlette.datastructures import MutableHeaders
@@ -23,6 +22,7 @@ from chat.page_assets import FOLDER, PREFIX, head_tags
 from chat.page_gate import PageGate
 from chat.page_routes import page_router
 from chat.page_theme import page_theme
+from chat.quick_gradio import gr
 from chat.refusals import add_refusals
 from chat.service import ChatService
 from chat.settings import VERSION, Settings

@@ -97,6 +97,13 @@ def test_the_cache_is_without_torch_but_for_its_pool() -> None:
     assert users == MAY_USE_TORCH
 
 
+def test_gradio_is_imported_only_where_that_is_quick() -> None:
+    """Whoever came first otherwise would have Gradio write its type stubs, which takes seconds."""
+    files = {**modules("app"), **modules("chat"), **modules("tests")}
+    users = {name for name, path in files.items() if any(covers("gradio", imported) for imported in imports(path))}
+    assert users == {"chat.quick_gradio"}
+
+
 def test_the_scan_sees_every_kind_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.test_structure.ROOT", tmp_path)
     file = tmp_path / "engine" / "cache" / "x.py"

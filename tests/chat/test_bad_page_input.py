@@ -11,13 +11,13 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import gradio as gr
 import httpx
 import pytest
 
 from chat.bodies import MAX_BODY
 from chat.page import ChatPage
 from chat.page_gate import EVENTS, MISFIT, RUN
+from chat.quick_gradio import gr
 from chat.service import ChatService
 from storage.store import Store
 from tests.chat.whole import whole

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from chat.quick_gradio import gr, no_stubs
 from chat.settings import Settings
 from chat.web import build_app
 
@@ -52,3 +54,9 @@ async def test_a_tab_of_an_earlier_run_is_told_quietly_that_there_is_no_queue(ht
         answer = await http.request(method, path)
     assert (answer.status_code, answer.text) == (404, "Keepwarm does not use Gradio's queue.\n")
     assert caplog.records == []
+
+
+def test_gradio_was_imported_without_writing_stubs():
+    meta = sys.modules["gradio.component_meta"]
+    assert meta.create_or_modify_pyi is no_stubs
+    assert gr.Textbox.__name__ == "Textbox"
