@@ -132,10 +132,9 @@ def weights(settings: Settings, found: Device) -> Iterator[Finding]:
     if settings.weights != "auto":
         yield ok("bits of weights", f"{chosen}, as set with weights = {settings.weights}")
     elif chosen == "auto":
-        yield ok("bits of weights", "auto takes as few as the model's own have, 4, 8 or 16; this CPU is quick at each")
+        yield ok("bits of weights", "auto takes as few as the model's own have, 4, 8 or 16, with a C compiler")
     else:
-        quick = "auto takes fewer only in bfloat16, on a CPU with AVX-512 that multiplies it"
-        yield ok("bits of weights", f"those of {found.dtype}; {quick}")
+        yield ok("bits of weights", f"those of {found.dtype}; auto takes fewer only on a CPU in bfloat16 or float32")
 
 
 def _measured(kind: str) -> tuple[str, int, int]:

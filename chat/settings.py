@@ -62,7 +62,7 @@ class Settings(BaseSettings):
     )
     weights: Literal["auto", "bf16", "int8", "int4"] = Field(
         "auto",
-        description="Bits of the weights on a CPU in bfloat16: auto takes the 4 or 8 that a model's own have, else 16.",
+        description="Bits of the weights on a CPU: auto takes as few as a model's own numbers have, 4, 8 or 16.",
     )
     context: int | None = Field(
         None,

@@ -214,7 +214,8 @@ class Residents:
         if context is not None and self._models:  # the setting is for the model that it was chosen for
             config = kinds.text_config(read_configuration(prepared.path))
             context = min(context, loading.longest_context(prepared.name, config))
-        loaded = loading.load(prepared, self._config.device, found.dtype, context, found.wanted.weights)
+        weights, kernels_dir = found.wanted.weights, Path(self._config.cache_dir)
+        loaded = loading.load(prepared, self._config.device, found.dtype, context, weights, kernels_dir=kernels_dir)
         of_the_hub = sources.locate(found.wanted.model).path is None  # a fetched version never changes
         if not of_the_hub and self.find(found.wanted, lambda *_: None).prepared.digest != prepared.digest:
             raise ModelLoadError(f"the files of {prepared.name} have changed since they were looked at: load it again")

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,7 @@ from engine.cache.tiers import ColdTiers
 from engine.config import EngineConfig
 from engine.errors import EngineError, ModelLoadError
 from engine.limits import CLOSE_OTHERS, RAISE_IT
-from engine.model import kernels, loading, selfcheck
+from engine.model import loading, selfcheck
 from engine.model.attention import KERNEL
 from engine.model.loading import LoadedModel
 from engine.model.runner import ModelRunner
@@ -90,9 +89,8 @@ class ServedModel:
         self.loaded = loaded
         self.contents = contents(loaded.prepared)
         self._pool = _make_pool(loaded, measures.shape, blocks, config.block_size)
-        its = kernels.choose(loaded.device, loaded.dtype, Path(config.cache_dir))
-        selfcheck.check(loaded, self._pool, its)
-        self.runner = ModelRunner(loaded, self._pool, tiers.copies, its)
+        selfcheck.check(loaded, self._pool)
+        self.runner = ModelRunner(loaded, self._pool, tiers.copies)
         self.residency = Residency(self._space(config), tiers, lambda: self._pool.data, clock, config.force)
         manager = BlockManager(
             total_blocks=blocks,

@@ -99,10 +99,15 @@ class PagedContext:
         """The rows with so few queries that each token of theirs is attended to by itself."""
         return [span for span in self.spans if span.count <= FEW_QUERIES]
 
+    @property
+    def all_few(self) -> bool:
+        """Whether every row is such a row."""
+        return len(self.few) == len(self.spans)
+
     @cached_property
     def few_tokens(self) -> torch.Tensor | None:
         """The packed tokens of those rows; None: they are all that there are."""
-        if len(self.few) == len(self.spans):
+        if self.all_few:
             return None
         tokens = [span.offset + i for span in self.few for i in range(span.count)]
         return torch.tensor(tokens, device=self.write_slots.device)

@@ -1,7 +1,7 @@
-"""What a decoder layer computes between its matrices: a native call each where a compiler is at hand, else torch's ops.
+"""What a decoder layer computes: native calls where a compiler is at hand, else torch's operations.
 
-`kernels.c` is compiled once, at the first start, into the folder for things that can be made again, and held against
-torch's results at every start. Whatever is wrong with it, the torch ones serve, only slower.
+The C code in `native` is compiled once, at the first start, into the folder for things that can be made again, and held
+against torch's results at every start. Whatever is wrong with it, the torch ones serve, only slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
-SOURCE = Path(__file__).with_name("kernels.c")
+from engine.model import tiles
+from engine.model.codes import FILES, quantise
+
+NATIVE = Path(__file__).with_name("native")
 PART, MOST_DIM, MOST_HEADS, MOST_WIDTH = 128, 256, 128, 8192  # as in the source
 COMPILE_LIMIT = 120.0  # seconds
 OPTIONS = ["-std=gnu11", "-O3", "-shared", "-fPIC", "-fopenmp"]
@@ -28,7 +31,7 @@ OPTIONS += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-f
 # By what torch says of this CPU, not what the compiler finds: the file may be used on another machine tomorrow.
 INSTRUCTIONS = {
     "AVX512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"],
-    "AVX2": ["-mavx2", "-mfma"],
+    "AVX2": ["-mavx2", "-mfma", "-mf16c"],
 }
 
 log = logging.getLogger(__name__)
@@ -93,6 +96,10 @@ class Kernels(Protocol):
         """What each token's queries [tokens, heads, dim] see in a layer's K and V, [tokens, heads, dim]."""
         ...
 
+    def multiply(self, x: torch.Tensor, packed: torch.Tensor, bits: int) -> torch.Tensor:
+        """x [rows, in] times a weight [out, in] that `tiles` packed in so many bits, transposed: [rows, out]."""
+        ...
+
 
 class TorchKernels:
     """Of torch's operations, on any device: what the native ones are held against. It leaves attention to SDPA."""
@@ -133,6 +140,9 @@ class TorchKernels:
     ) -> torch.Tensor:
         raise NotImplementedError("attention without a native kernel is SDPA's")
 
+    def multiply(self, x: torch.Tensor, packed: torch.Tensor, bits: int) -> torch.Tensor:
+        return F.linear(x.float(), tiles.unpack(packed, bits)).to(x.dtype)
+
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., dim], turned by cos and sin as transformers' llama turns it."""
@@ -150,6 +160,8 @@ class NativeKernels:
         self._gate = _function(library.gate, [pointer] * 2 + [count] * 2)
         self._rotate = _function(library.rotate, [pointer] * 6 + [count] * 4)
         self._attend = _function(library.attend, [pointer, count] + [pointer] * 6 + [count] * 5 + [real])
+        self._multiply = _function(library.multiply, [pointer] * 2 + [count] + [pointer] * 2 + [count] * 3)
+        self._decode = _function(library.decode, [pointer, pointer, count] + [pointer] * 3)
         self._work = torch.empty(0)
 
     def norm(self, x: torch.Tensor, y: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -187,14 +199,36 @@ class NativeKernels:
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, scale: float
     ) -> torch.Tensor:
         tokens, heads, dim = queries.shape
-        needed = int(seen.parts[-1]) * heads * (dim + 2)
-        if needed > len(self._work):
-            self._work = torch.empty(needed)
+        work = self._room(int(seen.parts[-1]) * heads * (dim + 2))
         out = queries.new_empty(tokens, heads, dim)
-        places = [t.data_ptr() for t in (keys, values, seen.spans, seen.parts, out, self._work)]
+        places = [t.data_ptr() for t in (keys, values, seen.spans, seen.parts, out, work)]
         shape = (tokens, heads, keys.shape[2], dim, keys.shape[1])
         self._attend(queries.data_ptr(), queries.stride(0), *places, *shape, scale)
         return out
+
+    def multiply(self, x: torch.Tensor, packed: torch.Tensor, bits: int) -> torch.Tensor:
+        rows, width = x.shape
+        height = packed.shape[0] * tiles.TILE
+        out = x.new_empty(rows, height)
+        work = self._room(0 if x.dtype == torch.float32 else x.numel())
+        shape = (rows, width, height)
+        self._multiply(x.data_ptr(), packed.data_ptr(), bits, out.data_ptr(), work.data_ptr(), *shape)
+        return out
+
+    def decode(self, x: torch.Tensor, layers: Any, step: Any, numbers: int, floats: int) -> None:
+        """Run x [tokens, width] through layers, in place: an array of C's `Layer`, and its `Step`; see `stack`.
+
+        `numbers` of x's dtype and `floats` are what it needs to work with.
+        """
+        room, work = x.new_empty(numbers), self._room(floats)
+        places = (ctypes.byref(step), room.data_ptr(), work.data_ptr())
+        self._decode(x.data_ptr(), layers, len(layers), *places)
+
+    def _room(self, floats: int) -> torch.Tensor:
+        """At least so many floats of whatever was there, until the next call."""
+        if floats > len(self._work):
+            self._work = torch.empty(floats)
+        return self._work
 
 
 def choose(device: torch.device, dtype: torch.dtype, folder: Path) -> Kernels:
@@ -238,19 +272,30 @@ def _sample_of(kernels: Kernels, dtype: torch.dtype) -> list[torch.Tensor]:
         attended = kernels.attend(queries, keys, values, seen, 0.1)
     else:
         attended = _attended(queries, keys, values, seen, 0.1)
-    return [kernels.norm(x, y, weight, 1e-5), x, kernels.gate(both), qkv, keys, values, attended]
+    products = [
+        kernels.multiply(some(rows, 64), packed, bits)
+        for bits, packed in _packed(some(48, 64).float()).items()
+        for rows in (1, 2, 3, 4, 29)
+    ]
+    return [kernels.norm(x, y, weight, 1e-5), x, kernels.gate(both), qkv, keys, values, attended, *products]
+
+
+def _packed(weight: torch.Tensor) -> dict[int, torch.Tensor]:
+    """A weight [out, in] in tiles of each number of bits that there are."""
+    packed = {bits: tiles.pack_codes(quantise(weight, bits, exact=False, grid=FILES)) for bits in (4, 8)}
+    return {**packed, tiles.BF16: tiles.pack_bf16(weight)}
 
 
 def _attended(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, scale: float
 ) -> torch.Tensor:
-    """`attend` by the textbook."""
+    """`attend` by the textbook, in float64."""
     rows = []
     for query, table, (_, first, length) in zip(queries, seen.tables, seen.spans.tolist(), strict=True):
-        k, v = (pool[table].flatten(0, 1)[first:length].float() for pool in (keys, values))
+        k, v = (pool[table].flatten(0, 1)[first:length].double() for pool in (keys, values))
         group = query.shape[0] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        weights = (torch.einsum("hd,khd->hk", query.float(), k) * scale).softmax(-1)
+        weights = (torch.einsum("hd,khd->hk", query.double(), k) * scale).softmax(-1)
         rows.append(torch.einsum("hk,khd->hd", weights, v).to(query.dtype))
     return torch.stack(rows)
 
@@ -272,13 +317,16 @@ def _compiled(dtype: torch.dtype, folder: Path) -> Path:
     options = [*OPTIONS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), [])]
     if dtype == torch.bfloat16:
         options.append("-DBFLOAT16")
-    key = hashlib.sha256(b"\0".join([SOURCE.read_bytes(), *(word.encode() for word in [program, *options])]))
+    sources = sorted(NATIVE.iterdir())
+    words = [file.read_bytes() for file in sources] + [word.encode() for word in [program, *options]]
+    key = hashlib.sha256(b"\0".join(words))
     library = folder / "kernels" / f"{key.hexdigest()[:32]}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             made = Path(scratch) / "kernels.so"
-            command = [program, *options, str(SOURCE), "-o", str(made), "-lm"]
+            code = [str(file) for file in sources if file.suffix == ".c"]
+            command = [program, *options, *code, "-o", str(made), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_LIMIT)
             made.replace(library)
     return library

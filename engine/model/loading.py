@@ -8,20 +8,23 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import ModelLoadError
-from engine.model import fused, kinds, packing, rope
+from engine.model import fused, kernels, kinds, packing, rope
 from engine.model.adapters import merge_adapter
 from engine.model.attention import IMPLEMENTATION
 from engine.model.files import one_line
+from engine.model.kernels import Kernels, NativeKernels, TorchKernels
 from engine.model.memory import available
 from engine.model.packing import Weights
 from engine.model.sources import PreparedModel
+from engine.model.stack import stack
 from engine.model.weights import check_complete
 from engine.words import size
 
@@ -45,6 +48,7 @@ class LoadedModel:
     dtype: torch.dtype
     context: int
     weights: Weights = "auto"
+    kernels: Kernels = field(default_factory=TorchKernels)
 
 
 def choose(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
@@ -57,14 +61,13 @@ def choose_weights(weights: str, device: torch.device, dtype: torch.dtype) -> We
     """What weights to compute with: "bf16" where "auto" cannot be less. Raises `ModelLoadError` for what cannot be."""
     if weights not in get_args(Weights):
         raise ModelLoadError(f"unknown weights {weights!r}: use {', '.join(get_args(Weights))}")
+    fewer = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
     if weights == "auto":
-        quick = _cpu_multiplies_bf16() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        return "auto" if quick and device.type == "cpu" and dtype == torch.bfloat16 else "bf16"
-    if dtype != torch.bfloat16 or (weights != "bf16" and device.type != "cpu"):
-        name, where = str(dtype).removeprefix("torch."), "" if weights == "bf16" else f" on {device.type}"
-        fix = "bfloat16" if weights == "bf16" else "bfloat16 and --device cpu"
+        return "auto" if fewer else "bf16"
+    if not fewer and (weights != "bf16" or dtype != torch.bfloat16):
         raise ModelLoadError(
-            f"weights {weights!r} cannot be had in {name}{where}: use --weights auto, or --dtype {fix}"
+            f"weights {weights!r} cannot be had in {_name(dtype)} on {device.type}: use --weights auto, or "
+            f"--device cpu and --dtype auto"
         )
     return cast(Weights, weights)
 
@@ -76,15 +79,18 @@ def load(
     context: int | None = None,
     weights: str = "auto",
     *,
+    kernels_dir: Path | None = None,
     fuse: bool = True,
 ) -> LoadedModel:
     """Read the weights onto the device, to serve `context` positions (None: as many as the model was made for).
 
-    `weights` is auto, bf16, int8 or int4. `fuse` puts layers that compute the same in fewer operations in the place of
+    `weights` is auto, bf16, int8 or int4. In `kernels_dir` are compiled kernels, or will be; None: torch's compute.
+    `fuse` puts layers that compute the same in fewer operations in the place of
     transformers' own, where there are such. Raises `ModelLoadError` with the reason when that is not possible.
     """
     target, kind = choose(device, dtype)
     chosen = choose_weights(weights, target, kind)
+    its = TorchKernels() if kernels_dir is None else kernels.choose(target, kind, kernels_dir)
     here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(prepared.path, **here)
@@ -104,8 +110,8 @@ def load(
         module = module.to(target).eval()
         if fuse:
             fused.fuse(module)
-        if target.type == "cpu" and kind == torch.bfloat16 and (_cpu_multiplies_bf16() or chosen != "bf16"):
-            _pack(module, chosen, prepared.name)
+        if target.type == "cpu" and kind in (torch.bfloat16, torch.float32):
+            _lay_out(module, chosen, its, prepared.name)
         module.set_attn_implementation(IMPLEMENTATION)
     except ModelLoadError:
         raise
@@ -114,12 +120,32 @@ def load(
     served = _served(prepared.name, kinds.text_config(module.config), context)
     rope.freeze(module, served)
     return LoadedModel(
-        prepared=prepared, module=module, device=target, dtype=kind, context=served, weights=cast(Weights, weights)
+        prepared=prepared,
+        module=module,
+        device=target,
+        dtype=kind,
+        context=served,
+        weights=cast(Weights, weights),
+        kernels=its,
     )
 
 
+def _lay_out(module: Any, weights: Weights, its: Kernels, name: str) -> None:
+    """Have a model in RAM compute with weights in the layout that this processor is quickest with."""
+    if module.dtype == torch.bfloat16 and _cpu_multiplies_bf16():
+        fewer = weights != "auto" or torch.backends.cpu.get_cpu_capability() == "AVX512"
+        _pack(module, weights if fewer else "bf16", name)
+    elif isinstance(its, NativeKernels):
+        packing.compact(module, weights, its)
+        stack(module, its)
+    elif weights != "auto" and (weights != "bf16" or module.dtype != torch.bfloat16):
+        raise ModelLoadError(
+            f"weights {weights!r} need a C compiler here (cc, gcc or clang): install one, or use --weights auto"
+        )
+
+
 def _pack(module: Any, weights: Weights, name: str) -> None:
-    lacking = packing.pack(module, weights, available(torch.device("cpu")), reorder=_cpu_multiplies_bf16())
+    lacking = packing.pack(module, weights, available(torch.device("cpu")))
     if lacking and packing.layouts(module):
         log.warning(
             "%s reads prompts several times slower than it could: there is no room for a copy of its weights in "
@@ -131,7 +157,11 @@ def _pack(module: Any, weights: Weights, name: str) -> None:
 
 def weights_of(loaded: LoadedModel) -> str:
     """What most of its weights are: "int4", "int8", "bf16", or as the dtype says."""
-    return packing.called(loaded.module) if loaded.dtype == torch.bfloat16 else str(loaded.dtype).removeprefix("torch.")
+    return packing.called(loaded.module, "bf16" if loaded.dtype == torch.bfloat16 else _name(loaded.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def fingerprint(loaded: LoadedModel, block_size: int, format_version: int = 1) -> str:

@@ -13,7 +13,7 @@ from engine.batch import Batch
 from engine.cache.copies import Copies, DirectCopies
 from engine.cache.pool import KVPool
 from engine.model.attention import PagedContext, attending
-from engine.model.kernels import Kernels, TorchKernels
+from engine.model.kernels import Kernels
 from engine.model.loading import LoadedModel
 from engine.model.sampler import sample
 
@@ -29,7 +29,7 @@ class ModelRunner:
         self, loaded: LoadedModel, pool: KVPool, copies: Copies | None = None, kernels: Kernels | None = None
     ) -> None:
         self.module = loaded.module
-        self.kernels = kernels or TorchKernels()
+        self.kernels = kernels or loaded.kernels
         self._device = loaded.device
         self._pool, self._copies = pool, copies or DirectCopies()
         self.steps = 0

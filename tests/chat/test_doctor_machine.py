@@ -161,20 +161,17 @@ def test_a_device_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch
     assert finding.fix == "start with --device auto --dtype auto"
 
 
-def test_the_bits_of_the_weights_are_told_with_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_the_weights_are_told_with_their_reason() -> None:
     def told(dtype: str = "bfloat16", **changed: str) -> tuple[str, str, str]:
         (finding,) = doctor_machine.weights(settings(**changed), doctor_machine.Device("cpu", dtype, 4 * GIB, GIB))
         assert finding.what == "bits of weights"
         return finding.level, finding.detail, finding.fix
 
-    monkeypatch.setattr("engine.model.loading._cpu_multiplies_bf16", lambda: True)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert told() == ("ok", "auto takes as few as the model's own have, 4, 8 or 16; this CPU is quick at each", "")
+    for dtype in ("bfloat16", "float32"):
+        detail = "auto takes as few as the model's own have, 4, 8 or 16, with a C compiler"
+        assert told(dtype) == ("ok", detail, "")
     assert told(weights="int4") == ("ok", "int4, as set with weights = int4", "")
-    other = "auto takes fewer only in bfloat16, on a CPU with AVX-512 that multiplies it"
-    assert told("float32") == ("ok", f"those of float32; {other}", "")
-    level, detail, fix = told("float32", weights="int8")
+    assert told("float16") == ("ok", "those of float16; auto takes fewer only on a CPU in bfloat16 or float32", "")
+    level, detail, fix = told("float16", weights="int8")
     assert (level, fix) == ("problem", "start with --weights auto")
-    assert detail.startswith("weights 'int8' cannot be had in float32 on cpu: ")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert told() == ("ok", f"those of bfloat16; {other}", "")
+    assert detail.startswith("weights 'int8' cannot be had in float16 on cpu: ")

@@ -316,8 +316,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "hold all weights while they are packed",
         PACKING,
-        "layer = layers.pop(name)",
-        "layer = layers[name]",
+        "layer = layers.pop(name)\n        if found",
+        "layer = layers[name]\n        if found",
         PACKED,
     ),
     Mutant("mask grouped heads out of order", ATTENTION, ".repeat(group, 1)", ".repeat_interleave(group, 0)", EXACT),

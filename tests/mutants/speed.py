@@ -6,12 +6,22 @@ from tests.mutants.mutants import ATTENTION, Mutant
 
 FUSED = "engine/model/fused.py"
 KERNELS = "engine/model/kernels.py"
-SOURCE = "engine/model/kernels.c"
+SOURCE = "engine/model/native/layer.c"
+MATRIX = "engine/model/native/matrix.c"
+DECODER = "engine/model/native/decoder.c"
+CODES = "engine/model/codes.py"
+TILES = "engine/model/tiles.py"
+COMPACTING = "engine/model/packing.py"
+STACK = "engine/model/stack.py"
+LOADING = "engine/model/loading.py"
 THREADS = "engine/threads.py"
 
 LAYERS = ("tests/engine/model/test_fused.py",)
 NATIVE = ("tests/engine/model/test_kernels.py",)
 EXACT = ("tests/engine/model/test_attention.py",)
+COMPACT = ("tests/engine/model/test_compact.py",)
+FOUND = ("tests/engine/model/test_codes.py",)
+STACKED = ("tests/engine/model/test_stack.py",)
 CORES = ("tests/engine/test_threads.py",)
 
 MUTANTS = (
@@ -49,6 +59,50 @@ MUTANTS = (
         "torch.sigmoid(old_sum.reshape(new_sum.shape) - new_sum)",
         "torch.sigmoid(new_sum - old_sum.reshape(new_sum.shape))",
         EXACT,
+    ),
+    Mutant("read the upper half of a code first", MATRIX, "from_nibbles(codes, 0)", "from_nibbles(codes, 4)", COMPACT),
+    Mutant("forget the rows beyond a band", MATRIX, "bands = (rows + BAND - 1) / BAND", "bands = 1", COMPACT),
+    Mutant(
+        "leave out what a panel cannot hold",
+        MATRIX,
+        "from < width; from += PANEL",
+        "from < PANEL; from += PANEL",
+        COMPACT,
+    ),
+    Mutant(
+        "multiply three rows as two",
+        MATRIX,
+        "if (rows == 3) return multiply_few(weight, bits, x, width, sums, 3)",
+        "if (rows == 3) return multiply_few(weight, bits, x, width, sums, 2)",
+        COMPACT,
+    ),
+    Mutant("forget the bias in a stack", DECODER, "if (!matrix->bias) return;", "return;", STACKED),
+    Mutant("norm no heads in a stack", DECODER, "if (!its->weight) return;", "return;", STACKED),
+    Mutant("lose what the last layer adds", DECODER, "store(load(x[i]) + load(added[i]))", "x[i]", STACKED),
+    Mutant("stack layers that see different windows", STACK, "return (*shape, layer.options)", "return shape", STACKED),
+    Mutant("stack what kernels do not take", STACK, "if not kernels.attends(queries, keys):", "if False:", STACKED),
+    Mutant("keep to a pool that has moved", STACK, "if keys.data_ptr() != self._pool:", "if not self._pool:", STACKED),
+    Mutant(
+        "take float32 for bfloat16",
+        COMPACTING,
+        "if torch.equal(weight.bfloat16().to(weight.dtype), weight) else None",
+        "",
+        COMPACT,
+    ),
+    Mutant(
+        "lose the signs of a file's scales",
+        CODES,
+        "groups, most, -most / 8",
+        "groups, most.abs(), most.abs() / 8",
+        FOUND,
+    ),
+    Mutant("take what is farther", CODES, "(_error(part, other, grid) < ", "(_error(part, other, grid) > ", FOUND),
+    Mutant(
+        "let fewer bits be without a compiler",
+        LOADING,
+        '    elif weights != "auto" and (weights',
+        "    elif False and (weights",
+        COMPACT,
     ),
     Mutant("see all from a single token", ATTENTION, "else max(0, end - window)", "else 0", EXACT + LAYERS),
     Mutant("take one's own work for others'", THREADS, "- (own - self._seen[1])", "", CORES),

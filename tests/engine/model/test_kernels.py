@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import stat
 from pathlib import Path
 
@@ -171,14 +172,23 @@ def test_a_compiler_that_fails_leaves_torch(script: str, tmp_path: Path, monkeyp
     assert kernels.choose(CPU, torch.float32, tmp_path).name == "torch"
 
 
+@pytest.mark.parametrize(
+    ("file", "right", "mistake"),
+    [
+        ("layer.c", "silu = value *", "silu = 1.01f * value *"),
+        ("matrix.c", "from_nibbles(codes, 4)", "from_nibbles(codes, 3)"),
+        ("matrix.c", "*zeros = from_halves(group + 2 * TILE)", "*zeros = from_halves(group)"),
+    ],
+)
 def test_wrong_ones_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    wrong = tmp_path / "kernels.c"
-    source = kernels.SOURCE.read_text()
-    assert source.count("silu = value *") == 1
-    wrong.write_text(source.replace("silu = value *", "silu = 1.01f * value *"))
-    monkeypatch.setattr(kernels, "SOURCE", wrong)
+    file: str, right: str, mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    wrong = Path(shutil.copytree(kernels.NATIVE, tmp_path / "native"))
+    source = (wrong / file).read_text()
+    assert source.count(right) == 1
+    (wrong / file).write_text(source.replace(right, mistake))
+    monkeypatch.setattr(kernels, "NATIVE", wrong)
     with caplog.at_level(logging.WARNING):
         assert kernels.choose(CPU, torch.float32, tmp_path).name == "torch"
     assert "compute something else" in caplog.text

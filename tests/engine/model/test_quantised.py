@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
@@ -13,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.errors import ModelLoadError
+from engine.model import codes as finding
 from engine.model import loading, packing, quantised
 from engine.model.packing import PackedLinear
 from engine.model.quantised import QuantisedLinear
@@ -23,7 +22,6 @@ from tests.engine.model import tiny
 pytestmark = pytest.mark.skipif(not loading._cpu_multiplies_bf16(), reason="this processor does not multiply bfloat16")
 
 PLENTY = 2**40
-OWN = [(Kind.Q4_0, 4), (Kind.Q4_1, 4), (Kind.Q8_0, 8)]
 
 
 def weight(rows: int = 64, columns: int = 96, seed: int = 0) -> torch.Tensor:
@@ -41,65 +39,12 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-# --- codes ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "bits"), OWN)
-def test_the_codes_of_a_file_are_found_in_bfloat16(kind: Kind, bits: int) -> None:
-    """As near to the file's numbers as bfloat16 is: a step in the wrong place would be a hundred times that."""
-    exact = from_file(kind)
-    rounded = exact.bfloat16()
-    assert quantised.own_bits(rounded) == bits
-    found = quantised.quantise(rounded, bits, exact=True)
-    assert error(found.numbers(), exact) < 0.0025
-    assert error(rounded, exact) == pytest.approx(0.00167, rel=0.1)
-
-
-@pytest.mark.parametrize(("kind", "bits"), OWN)
-def test_the_codes_are_those_of_the_file(kind: Kind, bits: int) -> None:
-    """The steps from one number to the next, which no zero in another place changes."""
-    exact = from_file(kind)
-    packed = quantize(exact.numpy(), kind).reshape(64, 3, -1)  # of what is on the grid already
-    if kind == Kind.Q8_0:
-        theirs = torch.from_numpy(packed[..., 2:].view(np.int8).astype(np.int32))
-    else:
-        nibbles = packed[..., 2 if kind == Kind.Q4_0 else 4 :]
-        theirs = torch.from_numpy(np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.int32))
-    found = quantised.quantise(exact.bfloat16(), bits, exact=True)
-    ours = found.codes.int().view(64, 3, 32)
-    scale = torch.from_numpy(packed[..., :2].copy().view(np.float16).astype(np.float32)).squeeze(-1)
-    same_way = torch.where(scale < 0, -1, 1)[..., None]  # Q4_0 counts down where the greatest number is above nothing
-    differences = (ours.diff(dim=-1) != same_way * theirs.diff(dim=-1)).float().mean()
-    assert differences <= (0.02 if bits == 8 else 0), "of 127 steps bfloat16 does not tell the last ones apart"
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_other_numbers_have_no_bits_of_their_own_and_take_the_nearest(bits: int) -> None:
-    numbers = weight().bfloat16()
-    assert quantised.own_bits(numbers) is None
-    assert quantised.own_bits(from_file(Kind.Q5_0).bfloat16()) is None
-    found = quantised.quantise(numbers, bits, exact=False)
-    steps = {4: 15, 8: 254}[bits]
-    groups = numbers.float().view(64, 3, 32)
-    span = groups.amax(-1) - groups.amin(-1) if bits == 4 else 2 * groups.abs().amax(-1)
-    worst = (found.numbers().view(64, 3, 32) - groups).abs().amax(-1)
-    assert bool((worst <= 0.9 * span / steps).all()), "half a step, and what the fit gives up at the ends"
-    assert error(found.numbers(), numbers) == pytest.approx({4: 0.075, 8: 0.0053}[bits], rel=0.1)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("number", [0.0, -3.0])
-def test_groups_of_one_number(number: float, bits: int) -> None:
-    found = quantised.quantise(torch.full((16, 32), number, dtype=torch.bfloat16), bits, exact=True)
-    assert torch.allclose(found.numbers(), torch.full((16, 32), number), rtol=0.004, atol=0)
-
-
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
 def layer(bits: int, *, bias: bool = False, copy: bool = False) -> tuple[QuantisedLinear, torch.Tensor, Any]:
     """A layer, the numbers that it stands for, and its bias."""
-    codes = quantised.quantise(weight().bfloat16(), bits, exact=False)
+    codes = finding.quantise(weight().bfloat16(), bits, exact=False)
     parameter = nn.Parameter(torch.randn(64).bfloat16(), requires_grad=False) if bias else None
     many = PackedLinear(codes.numbers().bfloat16(), parameter) if copy else None
     return QuantisedLinear(codes, parameter, many), codes.numbers(), parameter
@@ -139,17 +84,18 @@ def test_many_rows_take_the_copy_and_few_the_codes(bits: int) -> None:
 @pytest.mark.parametrize("rows", [64, 80, 448])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_large_weight_is_packed_in_parts(rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes = quantised.quantise(weight(rows, 32).bfloat16(), bits, exact=False)
+    codes = finding.quantise(weight(rows, 32).bfloat16(), bits, exact=False)
     whole = QuantisedLinear(codes, None, None)
+    monkeypatch.setattr(finding, "CHUNK", 32)
     monkeypatch.setattr(quantised, "CHUNK", 32)
-    parts = QuantisedLinear(quantised.quantise(weight(rows, 32).bfloat16(), bits, exact=False), None, None)
+    parts = QuantisedLinear(finding.quantise(weight(rows, 32).bfloat16(), bits, exact=False), None, None)
     assert torch.equal(parts.packed, whole.packed)
     assert torch.equal(parts.scales_and_zeros, whole.scales_and_zeros)
 
 
 def test_a_zero_in_the_wrong_place_is_another_layer() -> None:
     """Nothing hides it: the result is off by a step of every number."""
-    codes = quantised.quantise(weight().bfloat16(), 4, exact=False)
+    codes = finding.quantise(weight().bfloat16(), 4, exact=False)
     x = torch.randn(4, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
     shifted = QuantisedLinear(codes._replace(zeros=codes.zeros + codes.scales), None, None)
     assert error(shifted(x), QuantisedLinear(codes, None, None)(x)) > 0.1
@@ -248,38 +194,6 @@ def test_the_copy_of_a_layer_that_has_four_bits_is_the_layer(llama: Any) -> None
     packing.pack(llama, "auto", PLENTY)
     for name in packing.layouts(llama):
         assert torch.equal(llama.get_submodule(name).many.weight, before[name])
-
-
-@pytest.mark.parametrize(
-    ("weights", "device", "dtype", "sentence"),
-    [
-        ("int4", "cpu", torch.float32, "cannot be had in float32 on cpu: use --weights auto, or --dtype bfloat16 and "
-         "--device cpu"),
-        ("int8", "cuda", torch.bfloat16, "cannot be had in bfloat16 on cuda: use --weights auto, or --dtype bfloat16 "
-         "and --device cpu"),
-        ("bf16", "cpu", torch.float16, "cannot be had in float16: use --weights auto, or --dtype bfloat16"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(weights: str, device: str, dtype: torch.dtype, sentence: str) -> None:
-    with pytest.raises(ModelLoadError) as refusal:
-        loading.choose_weights(weights, torch.device(device), dtype)
-    assert str(refusal.value) == f"weights {weights!r} {sentence}"
-
-
-def test_unknown_weights_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match=r"^unknown weights 'int3': use auto, bf16, int8, int4$"):
-        loading.choose_weights("int3", torch.device("cpu"), torch.bfloat16)
-
-
-def test_auto_is_bf16_where_fewer_bits_cannot_be_or_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert loading.choose_weights("auto", cuda, torch.bfloat16) == "bf16"
-    assert loading.choose_weights("auto", cpu, torch.float32) == "bf16"
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert loading.choose_weights("auto", cpu, torch.bfloat16) == "auto"
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert loading.choose_weights("auto", cpu, torch.bfloat16) == "bf16"
-    assert loading.choose_weights("int4", cpu, torch.bfloat16) == "int4"
 
 
 def test_other_bits_are_another_fingerprint_and_counted_as_what_they_are(tmp_path: Path) -> None:

@@ -97,7 +97,13 @@ def config_of(name: str, **changes: Any) -> Any:
 
 
 def save(config: Any, folder: Path) -> PreparedModel:
-    """A random model of this configuration as files, its weights so large that windows, caps, sinks, scales and
+    """A random model of this configuration as files."""
+    of(config).save_pretrained(folder)
+    return PreparedModel(name=folder.name, path=folder, digest="0")
+
+
+def of(config: Any) -> Any:
+    """A random model of this configuration in float32, its weights so large that windows, caps, sinks, scales and
     positions change the logits; norms and biases are random too."""
     torch.manual_seed(int(hashlib.sha256(repr(sorted(config.to_dict().items(), key=str)).encode()).hexdigest()[:8], 16))
     module = AutoModelForCausalLM.from_config(config).float().eval()
@@ -109,8 +115,7 @@ def save(config: Any, folder: Path) -> PreparedModel:
                 parameter.normal_(std=2.0)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    module.save_pretrained(folder)
-    return PreparedModel(name=folder.name, path=folder, digest="0")
+    return module
 
 
 def load(

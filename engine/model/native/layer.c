@@ -1,90 +1,19 @@
-/* What a decoder layer computes between its matrices. kernels.py says what each function is for, compiles this file
- * once for each type of number (-DBFLOAT16: bfloat16, else float), and holds the result against torch.
+/* What a decoder layer computes between its matrices. engine/model/kernels.py says what each function is for, compiles
+ * this folder once for each type of number, and holds the result against torch.
  *
  * Results depend neither on the number of threads nor on which tokens are computed together: a row is one thread's, and
  * a token's keys are summed in parts of PART, in order.
  */
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
-#ifdef __AVX512F__
-#define WIDE 16 /* numbers that are computed with at once; a head's dimensions are a multiple of it */
-#else
-#define WIDE 8
-#endif
+#include "kernels.h"
+
 #define PART 128        /* keys that are attended to in one go */
 #define MOST_DIM 256    /* of a head */
 #define MOST_HEADS 128  /* of a layer */
 #define MOST_WIDTH 8192 /* of all its heads together */
 #define FOUR 4          /* keys, or values, that are computed with at once */
 #define FEW 16384       /* numbers that are not worth waking other threads for */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float Wide __attribute__((vector_size(4 * WIDE)));
-
-#ifdef BFLOAT16
-typedef uint16_t Number;
-typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
-typedef uint32_t Words __attribute__((vector_size(4 * WIDE)));
-
-INLINE float load(Number value) {
-    uint32_t bits = (uint32_t)value << 16;
-    float result;
-    memcpy(&result, &bits, sizeof result);
-    return result;
-}
-
-INLINE Number store(float value) { /* to nearest, ties to even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (Number)(value != value ? 0x7fc0 : rounded);
-}
-
-INLINE Wide load_wide(const Number *values) {
-#ifdef __AVX512F__ /* which compilers make more of than they need */
-    return (Wide)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values)), 16);
-#else
-    Halves halves;
-    memcpy(&halves, values, sizeof halves);
-    return (Wide)(__builtin_convertvector(halves, Words) << 16);
-#endif
-}
-
-INLINE Words round_wide(Wide values) { /* as `store` does, but into as many bits as there were */
-    Words bits = (Words)values, nan = (Words)(values != values);
-    Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return (rounded & ~nan) | (nan & 0x7fc0);
-}
-
-INLINE void store_wide(Number *out, Wide values) {
-#ifdef __AVX512F__
-    __m256i halves = _mm512_cvtepi32_epi16((__m512i)round_wide(values));
-#else
-    Halves halves = __builtin_convertvector(round_wide(values), Halves);
-#endif
-    memcpy(out, &halves, sizeof halves);
-}
-
-INLINE Wide rounded(Wide values) { return (Wide)(round_wide(values) << 16); }
-#else
-typedef float Number;
-
-INLINE float load(Number value) { return value; }
-INLINE Number store(float value) { return value; }
-INLINE void store_wide(Number *out, Wide values) { memcpy(out, &values, sizeof values); }
-INLINE Wide rounded(Wide values) { return values; }
-
-INLINE Wide load_wide(const Number *values) {
-    Wide result;
-    memcpy(&result, values, sizeof result);
-    return result;
-}
-#endif
 
 INLINE float sum_of(Wide value) {
     float each[WIDE], sum = 0;
@@ -206,24 +135,10 @@ void rotate(Number *qkv, const Number *cos, const Number *sin, const int64_t *sl
     }
 }
 
-/* What one token sees: the positions first <= j < length, of which position j is in blocks[j / block_size]. */
-typedef struct {
-    const int64_t *blocks;
-    int64_t first, length;
-} Seen;
-
 /* How a layer's K and V lie in its pools, and who reads them. */
 typedef struct {
     int64_t heads, kv_heads, dim, block_size;
 } Shape;
-
-INLINE Wide load_floats(const float *values) {
-    Wide result;
-    memcpy(&result, values, sizeof result);
-    return result;
-}
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* scores [heads, PART] = the dot products of q [heads, dim] with `count` keys, the first of which is the `at`th of its
  * part. A row of all heads' keys is `stride` numbers long. */
@@ -282,12 +197,21 @@ INLINE float weigh(float *scores, int64_t count, float most) {
     return total;
 }
 
+/* Have `count` numbers brought near, all at once: a third less time than one after the other, as they are read. */
+INLINE void fetch(const Number *numbers, int64_t count) {
+    for (const char *at = (const char *)numbers, *end = at + count * (int64_t)sizeof *numbers; at < end; at += 64)
+        __builtin_prefetch(at);
+}
+
 /* Of the pool's rows for the positions from <= j < to, do `four` to FOUR at a time, and `one` to each that is left. */
 #define FOR_ROWS(pool, four, one)                                                                                      \
     for (int64_t j = from, stride = shape.kv_heads * dim; j < to;) {                                                   \
         int64_t inside = j % shape.block_size, end = least(to, j - inside + shape.block_size);                         \
         const Number *row = (pool) + (blocks[j / shape.block_size] * shape.block_size + inside) * stride;              \
-        for (; j + FOUR <= end; j += FOUR, row += FOUR * stride) four;                                                 \
+        for (; j + FOUR <= end; j += FOUR, row += FOUR * stride) {                                                     \
+            fetch(row, FOUR * stride);                                                                                 \
+            four;                                                                                                      \
+        }                                                                                                              \
         for (; j < end; j++, row += stride) one;                                                                       \
     }
 
