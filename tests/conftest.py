@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shutil
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,11 @@ settings.register_profile(
 settings.load_profile("keepwarm")
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# The kernels are compiled once, not by every engine that a test starts; engine processes inherit this too.
+if os.name == "posix" and (compiler := shutil.which(os.environ.get("CC", "cc"))) and "TEST_CC" not in os.environ:
+    once = {"CC": ROOT / "tests" / "compile_once", "TEST_CC": compiler, "TEST_COMPILED": ROOT / ".cache" / "compiled"}
+    os.environ.update({name: str(value) for name, value in once.items()})
 
 
 # What takes longest begins first: whoever got it last would work alone for a minute or more.
