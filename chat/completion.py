@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from chat.errors import ChatError, InvalidRequest, ModelNotFound, StorageFailed,
 from chat.estimates import Estimator, estimated
 from chat.figures import RecentReplies
 from chat.generation import Engine, Generation, Reply
-from chat.matching import Match, longest_match
+from chat.matching import Match, RecentPaths, longest_match
 from chat.misses import Misses
 from chat.model import Composed, LoadedModel
 from chat.templates import Entry
@@ -29,7 +29,7 @@ from chat.turns import turn_record
 from chat.views import EstimateView, Status, TurnOptions
 from engine.protocol import Sampling
 from storage.errors import StorageError, UnknownModel
-from storage.records import UserRecord
+from storage.records import MessageRecord, SessionRecord, UserRecord
 from storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Completions:
         self._recent = recent
         self._running: set[asyncio.Task[None]] = set()
         self._hints: LRUCache[tuple[str, str], str] = LRUCache(HINTS)
+        self._recent_paths = RecentPaths(clock)
 
     async def close(self) -> None:
         """End all turns, storing what was delivered."""
@@ -93,14 +94,14 @@ class Completions:
         match, composed = await self._composed(user, model, request)
         path = match.path if match else ()
         try:
-            session_id, stored = await self._session(user.id, model.id, match)
+            session, stored = await self._session(user.id, model.id, match)
         except UnknownModel:  # forgotten a moment ago
             raise ModelNotFound(model.name) from None
         except StorageError as error:
             raise StorageFailed(error) from error
         if request.hint:
-            self._hints[user.id, request.hint] = session_id
-        submit = model.submit(session_id, composed, request.options, usual=PLAIN, salt=user.salt, n=request.n)
+            self._hints[user.id, request.hint] = session.id
+        submit = model.submit(session.id, composed, request.options, usual=PLAIN, salt=user.salt, n=request.n)
         generation = Generation(
             self._engine,
             submit,
@@ -111,12 +112,10 @@ class Completions:
             recent=self._recent,
             explain=self._misses(model, composed, match).explain,
         )
-        parent_id = path[stored - 1].id if stored else None
-        asking = asyncio.ensure_future(
-            self._store_messages(user.id, session_id, parent_id, stored=stored, composed=composed, model=model)
-        )
-        turn = ApiTurn(generation, model, session_id, len(path))
-        task = turn.start(lambda: self._store_replies(generation, asking, model))
+        generation.submit_now()  # before a thread that stores things wants to run too
+        asking = asyncio.ensure_future(self._store_messages(session, path[:stored], composed, model))
+        turn = ApiTurn(generation, model, session.id, len(path))
+        task = turn.start(lambda: self._store_replies(generation, session, asking, model))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return turn
@@ -130,7 +129,9 @@ class Completions:
         """What is stored of a chat, and its prompt with the ids that were stored."""
         _check(request, model)
         prefer = self._hints.get((user.id, request.hint)) if request.hint else None
-        match = await longest_match(self._store, user.id, request.messages, model.template, prefer)
+        match = await longest_match(
+            self._store, user.id, request.messages, model.template, prefer, recent=self._recent_paths
+        )
         path = match.path if match else ()
         entries = [*(model.entry(message) for message in path), *request.messages[len(path) :]]
         return match, await model.compose(entries)
@@ -139,53 +140,52 @@ class Completions:
         stored_in, path = (match.session.id, match.path) if match else (None, ())
         return Misses(self._store, stored_in, model.capabilities.fingerprint, composed, path, self._engine.started_at)
 
-    async def _session(self, user_id: str, model_id: str, match: Match | None) -> tuple[str, int]:
+    async def _session(self, user_id: str, model_id: str, match: Match | None) -> tuple[SessionRecord, int]:
         """The session to store in, and how many of the matched messages are there already.
 
         A chat of the page lends its ids, but it is a person's: what an API client goes on with is stored apart.
         """
         if match is not None and match.session.origin == "api":
-            return match.session.id, len(match.path)
+            return match.session, len(match.path)
         expires_at = self._clock() + EXPIRES_SECONDS
         session = await self._store.create_session(user_id, origin="api", expires_at=expires_at, model_id=model_id)
-        return session.id, 0
+        return session, 0
 
     async def _store_messages(
-        self,
-        user_id: str,
-        session_id: str,
-        parent_id: str | None,
-        *,
-        stored: int,
-        composed: Composed,
-        model: LoadedModel,
-    ) -> str | None:
-        """Store the messages that are not, one under the other; the id of the last."""
-        if stored:
-            await self._store.update_session(user_id, session_id, expires_at=self._clock() + EXPIRES_SECONDS)
-        for entry, segment in zip(composed.entries[stored:], composed.segments[stored:], strict=True):
+        self, session: SessionRecord, there: Sequence[MessageRecord], composed: Composed, model: LoadedModel
+    ) -> list[MessageRecord]:
+        """Store the messages that are not `there`, one under the other; all of them."""
+        path = list(there)
+        if path:
+            await self._store.update_session(session.user_id, session.id, expires_at=self._clock() + EXPIRES_SECONDS)
+        for entry, segment in zip(composed.entries[len(there) :], composed.segments[len(there) :], strict=True):
             message = await self._store.add_message(
-                session_id,
-                parent_id=parent_id,
+                session.id,
+                parent_id=path[-1].id if path else None,
                 role=entry.role,
                 text=entry.text,
                 token_ids=segment,
                 tokenizer=model.names(entry),
             )
-            parent_id = message.id
-        return parent_id
+            path.append(message)
+        self._recent_paths.note(session.user_id, session, path)
+        return path
 
     async def _store_replies(
-        self, generation: Generation, asking: asyncio.Future[str | None], model: LoadedModel
+        self,
+        generation: Generation,
+        session: SessionRecord,
+        asking: asyncio.Future[list[MessageRecord]],
+        model: LoadedModel,
     ) -> None:
         """Store the replies beside each other. A failure costs the next request its match, and this one nothing."""
         try:
-            parent_id = await asking
+            path = await asking
             for reply in generation.replies:
                 reply.content.finish()
                 message = await self._store.add_message(
-                    generation.submit.session_id,
-                    parent_id=parent_id,
+                    session.id,
+                    parent_id=path[-1].id,
                     role="assistant",
                     text=reply.content.text,
                     token_ids=reply.content.delivered_ids(),
@@ -194,6 +194,7 @@ class Completions:
                     finish_reason=reply.finish_reason,
                     error=generation.error.message if generation.error else None,
                 )
+                self._recent_paths.note(session.user_id, session, [*path, message])
                 figures = reply.figures(generation.started)
                 if figures is not None:
                     reason = reply.finish_reason or "cancelled"

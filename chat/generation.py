@@ -131,6 +131,10 @@ class Generation:
         self._stop_wanted = True
         await self._engine.cancel(self.submit.request_id)
 
+    def submit_now(self) -> None:
+        """Have the engine begin before anything else that is waiting to run; `events` must follow."""
+        self._begin()
+
     @asynccontextmanager
     async def begun(self) -> AsyncIterator[None]:
         """Submit now, so that the engine works while the block stores things; an error in it takes the request back."""

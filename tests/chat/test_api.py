@@ -9,6 +9,8 @@ import httpx
 import openai
 import pytest
 
+from chat.service import ChatService
+from chat.templates import Entry
 from chat.views import TurnOptions
 from engine.protocol import Rejected, Sampling
 from engine.state import EngineState
@@ -245,6 +247,53 @@ async def test_api_chats_are_hidden_and_expire(client, store, service):
 
     with pytest.raises(SessionNotFound):  # the page cannot write into it either
         await service.send(service.user.id, record.id, "hi")
+
+
+async def test_a_chat_that_goes_on_is_found_without_asking_storage(client, store, monkeypatch):
+    await ask(client, user("one"))
+    monkeypatch.setattr(store, "choose_path", None)
+    answer = await ask(client, user("one"), {"role": "assistant", "content": "Fine."}, user("two"))
+    assert answer.keepwarm["matched_messages"] == 2
+    monkeypatch.undo()
+    (record,) = await store.sessions((await store.implicit_admin()).id, origin="api")
+    assert [message.text for message in await store.path(record.id)] == ["one", "Fine.", "two", "Fine."]
+
+
+async def test_the_engine_is_asked_before_anything_is_stored(client, store, engine, monkeypatch):
+    await ask(client, user("one"))
+    submitted, add, update = [], store.add_message, store.update_session
+
+    async def adding(*given, **named):
+        submitted.append(len(engine.submits))
+        return await add(*given, **named)
+
+    async def updating(*given, **named):
+        submitted.append(len(engine.submits))
+        return await update(*given, **named)
+
+    monkeypatch.setattr(store, "add_message", adding)
+    monkeypatch.setattr(store, "update_session", updating)
+    await ask(client, user("one"), {"role": "assistant", "content": "Fine."}, user("two"))
+    assert submitted == [2, 2, 2]
+
+
+async def test_a_chat_that_has_expired_is_nowhere_to_be_found(store, engine, monkeypatch):
+    monkeypatch.setattr("chat.service.EXPIRY_SECONDS", 0.01)
+    now = 1e9
+    service = ChatService(store, engine, clock=lambda: now)
+    await service.start()
+    first = await service.complete(service.user.id, [Entry("user", "one")])
+    await first.finished()
+    now += 31 * 24 * 3600
+    async with asyncio.timeout(10):
+        while await store.sessions(service.user.id, origin="api"):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+    messages = [Entry("user", "one"), Entry("assistant", "Fine."), Entry("user", "two")]
+    second = await service.complete(service.user.id, messages)
+    await second.finished()
+    assert (first.matched_messages, second.matched_messages) == (0, 0)
+    assert len(await store.path(second.session_id)) == 4
+    await service.close()
 
 
 async def test_a_chat_of_the_page_lends_its_ids_and_stays_as_it_is(client, service, engine, replies, template):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from chat.matching import longest_match
+from chat.matching import RecentPaths, longest_match
 from chat.templates import Entry
 
 
@@ -97,3 +99,44 @@ async def test_a_question_is_found_only_if_its_ids_ask_for_a_reply(store, templa
     await stored(store, template, me, ONE, TWO, REPLY)
     assert await match(store, template, me, ONE) is None  # stored without a generation prompt
     assert (await match(store, template, me, ONE, TWO))[1] == 2
+
+
+async def test_what_was_stored_last_is_found_without_storage(store, template, me):
+    session = await store.session(me, await stored(store, template, me, ONE, REPLY))
+    path = await store.path(session.id)
+    now = 0.0
+    recent = RecentPaths(lambda: now, most=2)
+    recent.note(me, session, path[:1])
+    recent.note(me, session, path)
+
+    async def found(*messages, user=me, there=None):
+        entries = [Entry(*message) for message in messages]
+        match = await longest_match(there, user, entries, template, recent=recent)
+        return match and (match.session, match.path)
+
+    assert await found(ONE, REPLY, TWO) == (session, tuple(path))
+    assert await found(ONE) == (session, tuple(path[:1]))
+    assert await found(ONE, REPLY, TWO, REPLY, OTHER, there=store) == (session, tuple(path))  # more may be stored
+    assert await found(ONE, REPLY, TWO, user="somebody else", there=store) is None
+    now += 3601
+    with pytest.raises(AttributeError):
+        await found(ONE, REPLY, TWO)  # storage is asked, and there is none here
+    recent.note(me, session, path)
+    for key in "ab":
+        recent.note(me, session, [replace(path[0], path_key=key)])
+    with pytest.raises(AttributeError):
+        await found(ONE, REPLY, TWO)  # others came since
+
+
+async def test_what_was_stored_last_is_used_only_with_ids_of_this_vocabulary_and_if_none_is_preferred(
+    store, template, me
+):
+    session = await store.session(me, await stored(store, template, me, ONE, REPLY, tokenizer="another"))
+    recent = RecentPaths()
+    recent.note(me, session, await store.path(session.id))
+    messages = [Entry(*message) for message in (ONE, REPLY, TWO)]
+    assert await longest_match(store, me, messages, template, recent=recent) is None
+    first = await store.session(me, await stored(store, template, me, ONE, REPLY))
+    second = await store.session(me, await stored(store, template, me, ONE, REPLY))
+    recent.note(me, second, await store.path(second.id))
+    assert (await longest_match(store, me, messages, template, first.id, recent=recent)).session.id == first.id
