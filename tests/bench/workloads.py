@@ -34,6 +34,7 @@ SENTENCE, AROUND = 9, 44  # tokens of a sentence, and of a prompt beside them
 DECODED, TOGETHER, TWICE = 64, 64, 2  # tokens of a reply alone, and of each of several; replies that a figure is of
 TOGETHER_PROMPT = 128
 TIMEOUT = 600.0
+WAKES = 4  # times that a server is tried to be woken
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,18 @@ def first_reply(client: Client) -> float:
 
 
 def wake(client: Client, workload: str) -> None:
-    """Replies that nobody times, so that the workload does not begin with what a stop has cost."""
-    asyncio.run(client.alone(f"wake for {workload}", 64, 4))
+    """Replies that nobody times, so that the workload does not begin with what a stop has cost.
+
+    A server that was stopped may close connections that it believes to have waited too long.
+    """
+    for attempt in range(WAKES):
+        try:
+            asyncio.run(client.alone(f"wake {attempt} for {workload}", 64, 4))
+        except httpx.TransportError:
+            if attempt == WAKES - 1:
+                raise
+        else:
+            return
 
 
 def decode(client: Client, sizes: Sizes) -> dict[str, float]:
