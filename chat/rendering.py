@@ -4,7 +4,8 @@ Knows nothing of tokens. Rendering is transformers' own, with three additions: a
 prompt gets it at the beginning of the next user message; the time that a template writes is the caller's, so that a
 chat can keep the one it began with; and a template that does not come to an end is stopped. Templates are programs that
 came with the model. They run in Jinja's sandbox, which keeps them from everything but their messages; how much memory
-they take is not limited.
+they take is not limited. The steps of one that can only go over its messages are not counted, which takes several times
+as long as rendering.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from chat.errors import TemplateError
+from chat.template_loops import only_over_messages
 
 SHOWN_ROLES = 8  # in an error about the order of messages
 MOST_STEPS = 10_000_000  # lines of the compiled template, a few seconds; real ones take some hundred for each message
@@ -51,6 +53,7 @@ class Renderer:
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
         self._source = source
         self._names = dict(names)
+        self._ends = _surely_ends(source)
         self.merges_system = False
         if not self._shows_system():
             self.merges_system = True
@@ -72,7 +75,7 @@ class Renderer:
         }
         try:
             compiled = _compile_jinja_template(self._source)  # which transformers keeps
-            return _limited(lambda: str(compiled.render(given)))
+            return str(compiled.render(given)) if self._ends else _limited(lambda: str(compiled.render(given)))
         except _Endless:
             raise TemplateError("The model's chat template does not come to an end with these messages.") from None
         except Exception as error:  # it may raise anything
@@ -97,6 +100,13 @@ def now() -> datetime:
 
 class _Endless(Exception):  # noqa: N818
     """The template takes too many steps."""
+
+
+def _surely_ends(source: str) -> bool:
+    """Whether rendering takes a time that grows with the messages alone, whatever they are."""
+    with suppress(Exception):  # it is not even a template, which rendering will say
+        return only_over_messages(_compile_jinja_template(source).environment.parse(source))
+    return False
 
 
 def _merged(messages: Sequence[Message]) -> list[Message]:
