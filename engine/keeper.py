@@ -38,7 +38,7 @@ LAST_SECONDS = 0.2  # for copying what is unsaved at the end
 GRACE_S = 60.0  # after the start, in which the web side says what is pinned, before anything expires
 LOG_SECONDS = 1.0  # between two messages of what happened
 DISK_SECONDS = 10.0  # between two looks, at rest, at whether others need the disk's room
-IDLE_SLICE, BUSY_SHARE = 0.02, 0.1  # seconds at a time while nothing runs; of a step's time while something does
+IDLE_SLICE, BUSY_SHARE = 0.005, 0.1  # seconds at a time while nothing runs; of a step's time while something does
 OFTEN, SELDOM, PARTS = 1.0, 60.0, 20  # a ttl's end is looked for that many times in it, within these seconds
 Asked = Drop | Pin | Demote | Configure | Estimate | GetSnapshot
 
