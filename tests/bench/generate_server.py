@@ -1,6 +1,6 @@
 """transformers' own `generate` behind the least of a server: one request at a time, every prompt read from its start.
 
-`python -m tests.bench.generate_server FOLDER PORT`. A baseline, and nothing to chat with.
+`python -m tests.bench.generate_server FOLDER PORT DTYPE`. A baseline, and nothing to chat with.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fastapi.responses import StreamingResponse
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextIteratorStreamer
 
 
-def app(folder: str) -> FastAPI:
+def app(folder: str, dtype: str) -> FastAPI:
     """The routes that the workloads use."""
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
     lock = threading.Lock()
     api = FastAPI()
 
@@ -62,4 +62,4 @@ def _event(value: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    uvicorn.run(app(sys.argv[1]), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+    uvicorn.run(app(sys.argv[1], sys.argv[3]), host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")

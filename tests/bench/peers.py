@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from engine.model import loading
 from tests.bench.environments import HERE, ROOT, Environment, PeerError
 from tests.bench.launching import Launch
 
@@ -29,6 +30,8 @@ SLOTS, SLOT_TOKENS = 16, 4096
 # The others guess no tokens unless they are told to, so neither does ours: what guessing brings is measured apart.
 OUR_FLAGS = ("--speculate", "off", "--device-kv", f"{KV_BYTES // MIB}MiB")
 TORCH = "torch==2.13.0"
+# What torch multiplies quickest here: a server that is slower in bfloat16 than in float32 would be run in float32.
+NUMBERS = str(loading.choose("cpu", "auto")[1]).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def _int4(start: Start) -> Launch:
 
 
 def _generate(start: Start) -> Launch:
-    command = [sys.executable, "-m", "tests.bench.generate_server", str(start.files.folder), str(start.port)]
+    command = [sys.executable, "-m", "tests.bench.generate_server", str(start.files.folder), str(start.port), NUMBERS]
     return Launch(command, {"OMP_NUM_THREADS": CORES}, ready="/v1/models")
 
 
@@ -110,7 +113,7 @@ def _transformers(start: Start) -> Launch:
     blocks = KV_BYTES // (23_040 * 256)
     command = [
         str(TRANSFORMERS.folder / "bin" / "transformers"), "serve", "--host", "127.0.0.1", "--port", str(start.port),
-        "--device", "cpu", "--dtype", "bfloat16", "--continuous-batching", "--cb-block-size", "256",
+        "--device", "cpu", "--dtype", NUMBERS, "--continuous-batching", "--cb-block-size", "256",
         "--cb-num-blocks", str(blocks), "--log-level", "error", str(start.files.folder),
     ]  # fmt: skip
     return Launch(command, {"OMP_NUM_THREADS": CORES})
@@ -141,7 +144,7 @@ def _vllm(start: Start) -> Launch:
     }
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(start.files.folder),
-        "--host", "127.0.0.1", "--port", str(start.port), "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
+        "--host", "127.0.0.1", "--port", str(start.port), "--dtype", NUMBERS, "--max-model-len", str(CONTEXT),
         "--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-log-stats",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
@@ -184,13 +187,13 @@ OURS, OURS_INT4 = "keepwarm", "keepwarm-int4"
 PEERS = (
     Peer(OURS, "bfloat16", _bfloat16, "1 GiB of KV on the device, host and disk as they come"),
     Peer(OURS_INT4, "4 bits, from the GGUF file", _int4, "1 GiB of KV on the device, host and disk as they come"),
-    Peer("generate", "bfloat16", _generate, "transformers' own loop, DynamicCache; one at a time, keeps nothing"),
-    Peer("transformers-serve", "bfloat16", _transformers, "continuous batching, 1 GiB of KV", TRANSFORMERS),
+    Peer("generate", NUMBERS, _generate, "transformers' own loop, DynamicCache; one at a time, keeps nothing"),
+    Peer("transformers-serve", NUMBERS, _transformers, "continuous batching, 1 GiB of KV", TRANSFORMERS),
     Peer(
         "llama.cpp", "Q4_1, the GGUF file itself", _llama_cpp,
         f"{SLOTS} slots of {SLOT_TOKENS} tokens, KV in float16, 1 GiB of --cache-ram", LLAMA_CPP,
     ),
-    Peer("vllm", "bfloat16", _vllm, "prefix caching, 1 GiB of KV, libiomp5, its compiled code kept on disk", VLLM),
+    Peer("vllm", NUMBERS, _vllm, "prefix caching, 1 GiB of KV, libiomp5, its compiled code kept on disk", VLLM),
 )  # fmt: skip
 
 __all__ = ["OURS", "OURS_INT4", "PEERS", "ROOT", "Files", "Peer", "PeerError", "Start", "embedded_gguf", "keepwarm"]

@@ -3,7 +3,8 @@
 Real text is read as a history and then followed token by token, each given as it is, a few at a time so that the layers
 multiply by their codes, and many at a time so that they take their copies. At each token the distribution of the next
 one is compared with that of the same file's weights in float32: KL divergence in thousandths of a nat, and perplexity.
-Plain bfloat16 stands beside it. Then every layer's matrix is multiplied by a few rows and by many.
+Plain bfloat16 stands beside it. Then every layer's matrix is multiplied by a few rows and by many. Where the processor
+does not multiply bfloat16, all of this is computed in float32, with weights of fewer bits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from engine.batch import Batch, Draw, Row
 from engine.model import loading, selfcheck, sources
+from engine.model.compact import CompactLinear
 from engine.model.quantised import FEW_ROWS, QuantisedLinear
 from engine.model.runner import ModelRunner
 from engine.protocol import Sampling
@@ -52,11 +54,18 @@ class Loss(NamedTuple):
 
 
 class Reader:
-    """A model in one form, with a pool for one passage."""
+    """A model in one form, with a pool for one passage; `kernels_dir` as `loading.load` has it."""
 
-    def __init__(self, prepared: sources.PreparedModel, dtype: str, weights: str, longest: int) -> None:
+    def __init__(
+        self,
+        prepared: sources.PreparedModel,
+        dtype: str,
+        weights: str,
+        longest: int,
+        kernels_dir: Path | None = None,
+    ) -> None:
         began = time.perf_counter()
-        loaded = loading.load(prepared, "cpu", dtype, None, weights)
+        loaded = loading.load(prepared, "cpu", dtype, None, weights, kernels_dir=kernels_dir)
         self.load_s = time.perf_counter() - began
         self.module = loaded.module
         self._blocks = range(-(-longest // BLOCK))
@@ -104,8 +113,10 @@ def quality(report: Report, model: str, texts: int, history: int, followed: int)
     passages = passages_of(Text(str(prepared["float32"].path)), texts, history, followed)
     exact = Reader(prepared["float32"], "float32", "auto", history + followed).follow(passages, MANY)
     rows, results = [], []
+    _, kind = loading.choose("cpu", "auto")
+    dtype = str(kind).removeprefix("torch.")
     for form in FORMS:
-        reader = Reader(prepared["bfloat16"], "bfloat16", form, history + followed)
+        reader = Reader(prepared[dtype], dtype, form, history + followed, MODELS)
         size = sum(parameter.nbytes for parameter in reader.module.parameters())
         for at_once in (FEW, MANY):
             one = compare(exact, reader.follow(passages, at_once), passages)
@@ -129,16 +140,17 @@ def quality(report: Report, model: str, texts: int, history: int, followed: int)
 
 @torch.inference_mode()
 def speed(report: Report, module: Any) -> None:
-    """Multiply by every layer's matrix, by codes and by copies in turn; milliseconds for all of them."""
-    layers = [each for each in module.modules() if isinstance(each, QuantisedLinear)]
+    """Multiply by every layer's matrix, by codes and by whole numbers in turn; milliseconds for all of them."""
+    layers = [each for each in module.modules() if isinstance(each, QuantisedLinear | CompactLinear)]
+    whole = {each: each.many if isinstance(each, QuantisedLinear) else _plain(each) for each in layers}
     output = layers.pop()
     rows, results = [], []
     for count in ROWS:
         for name, some in (("all layers", layers), ("output layer", [output])):
-            inputs = {each.in_features: torch.randn(count, each.in_features).bfloat16() for each in some}
-            kinds: dict[str, Callable[[QuantisedLinear, torch.Tensor], object]] = {
-                "codes": lambda layer, x: layer.by_codes(x),
-                "copy": lambda layer, x: layer.many(x),
+            inputs = {each.in_features: torch.randn(count, each.in_features).to(module.dtype) for each in some}
+            kinds: dict[str, Callable[[Any, torch.Tensor], object]] = {
+                "codes": lambda layer, x: layer.by_codes(x) if isinstance(layer, QuantisedLinear) else layer(x),
+                "whole": lambda layer, x: whole[layer](x),
             }
             times: dict[str, list[float]] = {kind: [] for kind in kinds}
             for _ in range(3 if count > MANY else 9):
@@ -151,7 +163,14 @@ def speed(report: Report, module: Any) -> None:
             results.append({"rows": count, "what": name, "bits": some[0].bits, **middle})
             rows.append([name, f"{count}", f"{some[0].bits}", *(f"{ms:.1f}" for ms in middle.values())])
     report.results["speed"] = results
-    report.table("milliseconds", ["", "rows", "bits", "codes", "bfloat16 copy"], sorted(rows, key=lambda row: row[0]))
+    report.table("milliseconds", ["", "rows", "bits", "codes", "whole numbers"], sorted(rows, key=lambda row: row[0]))
+
+
+def _plain(layer: CompactLinear) -> torch.nn.Linear:
+    """What torch computes with the same weight."""
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    plain.weight = torch.nn.Parameter(layer.weight, requires_grad=False)
+    return plain
 
 
 def main() -> int:
