@@ -126,7 +126,8 @@ def fit(
     dtype = DTYPES[device.dtype]
     weight, token = sized.weight_bytes(dtype), sized.kv_bytes(dtype)
     yield from _weights(weight, located, device, running=running, disk_free=disk_free)
-    if settings.weights in BITS and not running and (1 + COMFORT) * weight > device.free:
+    copied = settings.weights in BITS and device.dtype == "bfloat16"  # in float32 the few bits serve for all
+    if copied and not running and (1 + COMFORT) * weight > device.free:
         detail = f"no room beside {settings.weights} for a copy in bfloat16: prompts are read several times slower"
         yield Finding("warn", "weights", detail, "close other programs, or start with --weights bf16")
     block_size = EngineConfig(cache_dir="").block_size

@@ -70,7 +70,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._kernels = kernels
         self._table = (_Layer * len(layers))(*map(_Layer.of, layers))
-        self._pool = 0  # where the first layer's K of the table is
+        self._pool: tuple[int, torch.Size] | None = None  # where the first layer's K of the table is, and its shape
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """[1, tokens, width] → [1, tokens, width], as its layers would one after the other."""
@@ -88,8 +88,9 @@ class Stack(nn.Module):
         tokens, all_heads = x.shape[0], its.heads + 2 * its.kv_heads
         width, inner = its.qkv_proj.in_features, its.down_proj.in_features
         keys, _ = paged.layer(its.layer_idx)
-        if keys.data_ptr() != self._pool:
+        if self._pool != (keys.data_ptr(), keys.shape):
             self._find_pool(paged)
+            self._pool = (keys.data_ptr(), keys.shape)
         cos, sin = (part[0].contiguous() for part in cos_sin)
         seen = paged.seen(its.options.get("sliding_window"))
         step = _Step(
@@ -108,7 +109,6 @@ class Stack(nn.Module):
         for layer, entry in zip(self.layers, self._table, strict=True):
             keys, values = paged.layer(cast(int, layer.layer_idx))
             entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
-        self._pool = self._table[0].keys
 
 
 def stack(model: Any, kernels: NativeKernels) -> bool:

@@ -81,7 +81,20 @@ MUTANTS = (
     Mutant("lose what the last layer adds", DECODER, "store(load(x[i]) + load(added[i]))", "x[i]", STACKED),
     Mutant("stack layers that see different windows", STACK, "return (*shape, layer.options)", "return shape", STACKED),
     Mutant("stack what kernels do not take", STACK, "if not kernels.attends(queries, keys):", "if False:", STACKED),
-    Mutant("keep to a pool that has moved", STACK, "if keys.data_ptr() != self._pool:", "if not self._pool:", STACKED),
+    Mutant(
+        "keep to a pool that has moved",
+        STACK,
+        "if self._pool != (keys.data_ptr(), keys.shape):",
+        "if not self._pool:",
+        STACKED,
+    ),
+    Mutant(
+        "take a pool of another size in the same place for the same",
+        STACK,
+        "if self._pool != (keys.data_ptr(), keys.shape):",
+        "if not self._pool or self._pool[0] != keys.data_ptr():",
+        STACKED,
+    ),
     Mutant(
         "take float32 for bfloat16",
         COMPACTING,

@@ -87,6 +87,20 @@ def test_a_pool_that_has_moved_is_found(tmp_path: Path) -> None:
     assert torch.equal(runner.logits(its), expected)
 
 
+def test_a_pool_of_another_size_in_the_same_place_is_found(tmp_path: Path) -> None:
+    loaded = load("llama", tmp_path)
+    its = Batch([Row([5], 9, [2, 0, 1], [tiny.draw()]), Row([6], 13, [5, 3, 4, 6], [tiny.draw()])])
+    pool = filled(loaded)
+    runner, larger = ModelRunner(loaded, pool), pool.data
+    smaller = larger[:, :, :7].clone()
+    pool._hold(smaller)
+    expected = runner.logits(its).clone()
+    pool._hold(larger)
+    runner.logits(its)
+    pool._hold(larger.flatten()[: smaller.numel()].view(smaller.shape).copy_(smaller))
+    assert torch.equal(runner.logits(its), expected)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
