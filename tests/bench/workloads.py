@@ -34,6 +34,7 @@ SENTENCE, AROUND = 9, 44  # tokens of a sentence, and of a prompt beside them
 DECODED, TOGETHER, TWICE = 64, 64, 2  # tokens of a reply alone, and of each of several; replies that a figure is of
 TOGETHER_PROMPT = 128
 TIMEOUT = 600.0
+UNSHARED = httpx.Limits(max_keepalive_connections=0)  # one server closes connections that were used before
 WAKES = 4  # times that a server is tried to be woken
 
 
@@ -118,13 +119,12 @@ class Client:
 
     async def alone(self, name: str, context: int, tokens: int) -> list[Reply]:
         """Replies, one after the other, to prompts of about `context` tokens."""
-        async with httpx.AsyncClient(timeout=TIMEOUT) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT, limits=UNSHARED) as client:
             return [await self.ask(client, f"{name} {i}", context, tokens) for i in range(TWICE)]
 
     async def together(self, count: int) -> float:
         """Tokens a second that so many sessions at once are written, from the first request to the last reply's end."""
-        limits = httpx.Limits(max_connections=count)
-        async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT, limits=UNSHARED) as client:
             began = time.perf_counter()
             asked = [
                 self.ask(client, f"{count} at once {i}", TOGETHER_PROMPT, TOGETHER) for i in range(count)
