@@ -48,7 +48,9 @@ class RecentPaths:
         """A usable path whose keys are these, or all of them but the last; nothing longer can be stored."""
         for count in (len(keys), len(keys) - 1):
             found = self._paths.get((user_id, keys[count - 1])) if count else None
-            if found is not None and _usable(found.path, template, is_last=count == len(keys)):
+            if found is None or (count < len(keys) and found.path[-1].role != "assistant"):
+                continue  # the ids of a question that is followed by another one ask for a reply
+            if _usable(found.path, template, is_last=count == len(keys)):
                 return found
         return None
 

@@ -569,3 +569,11 @@ async def test_closing_the_service_ends_a_stream_with_an_error(client, engine, s
             if chunk.choices[0].delta.content == "Fine":
                 await service.close()
     assert seen == ["", "Fine"]
+
+
+async def test_a_question_asked_right_after_another_one_is_in_the_prompt_once(client, engine, replies, template):
+    await ask(client, user("one"))
+    await ask(client, user("one"), user("two"))
+    await ask(client, user("one"), user("two"), {"role": "assistant", "content": "Fine."}, user("three"))
+    prompt = template.decode(engine.submits[2].token_ids)
+    assert [prompt.count(text) for text in ("one", "two", "three")] == [1, 1, 1]

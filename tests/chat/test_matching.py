@@ -140,3 +140,13 @@ async def test_what_was_stored_last_is_used_only_with_ids_of_this_vocabulary_and
     second = await store.session(me, await stored(store, template, me, ONE, REPLY))
     recent.note(me, second, await store.path(second.id))
     assert (await longest_match(store, me, messages, template, first.id, recent=recent)).session.id == first.id
+
+
+async def test_a_question_that_is_followed_by_another_one_is_no_path_to_go_on_with(store, template, me):
+    session = await store.session(me, await stored(store, template, me, ONE))
+    recent = RecentPaths()
+    recent.note(me, session, await store.path(session.id))
+    for messages in ((ONE, TWO), (ONE, TWO, REPLY)):
+        entries = [Entry(*message) for message in messages]
+        assert await longest_match(store, me, entries, template, recent=recent) is None
+    assert await longest_match(store, me, [Entry(*ONE)], template, recent=recent) is not None
