@@ -227,7 +227,7 @@ class NativeKernels:
     def _room(self, floats: int) -> torch.Tensor:
         """At least so many floats of whatever was there, until the next call."""
         if floats > len(self._work):
-            self._work = torch.empty(floats)
+            self._work = torch.empty(floats, dtype=torch.float32)  # torch's default changes while another model is read
         return self._work
 
 

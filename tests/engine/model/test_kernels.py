@@ -197,3 +197,13 @@ def test_wrong_ones_are_not_taken(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_numbers_are_torchs(dtype: torch.dtype, tmp_path: Path) -> None:
     assert kernels.choose(CPU, dtype, tmp_path).name == "torch"
+
+
+def test_room_to_work_in_is_of_floats_while_another_model_is_read(native, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as transformers does for all threads while it makes a model
+    try:
+        room = native._room(native._work.numel() + 100)
+    finally:
+        torch.set_default_dtype(before)
+    assert room.dtype == torch.float32
