@@ -88,8 +88,9 @@ def quantise(weight: torch.Tensor, bits: int, *, exact: bool, grid: Grid = TORCH
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Some groups of a weight, float32 [SAMPLE, 32]: from anywhere in it, and the same ones each time."""
     groups = weight.detach().reshape(-1, GROUP)
-    return groups[:: -(-len(groups) // SAMPLE)].float()
+    return groups[torch.randint(len(groups), (SAMPLE,), generator=torch.Generator().manual_seed(0))].float()
 
 
 def _four(groups: torch.Tensor, grid: Grid) -> Found:

@@ -16,11 +16,13 @@ from engine.model.tiles import BF16
 
 
 class CompactLinear(nn.Module):
-    """What an `nn.Linear` computes whose weight [out, in] is `packed` in tiles of so many bits."""
+    """What an `nn.Linear` of this dtype computes whose weight [out, in] is `packed` in tiles of so many bits."""
 
-    def __init__(self, packed: torch.Tensor, bits: int, bias: nn.Parameter | None, kernels: Kernels) -> None:
+    def __init__(
+        self, packed: torch.Tensor, bits: int, bias: nn.Parameter | None, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.bits = bits
+        self.bits, self.dtype = bits, dtype
         self.out_features, self.in_features = packed.shape[0] * tiles.TILE, packed.shape[1] * GROUP
         self.packed = nn.Parameter(packed, requires_grad=False)
         self.bias = bias
@@ -32,16 +34,19 @@ class CompactLinear(nn.Module):
     ) -> CompactLinear:
         """With a weight that `quantised.can_hold`; `exact`: its numbers have so many bits: codes say what it has."""
         if bits == BF16:
-            return cls(tiles.pack_bf16(weight), bits, bias, kernels)
-        return cls(tiles.pack_codes(quantise(weight, bits, exact=exact, grid=FILES)), bits, bias, kernels)
+            return cls(tiles.pack_bf16(weight), bits, bias, kernels, weight.dtype)
+        codes = quantise(weight, bits, exact=exact, grid=FILES)
+        return cls(tiles.pack_codes(codes), bits, bias, kernels, weight.dtype)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as `nn.Linear` has it, float32 [out, in]: for a model that looks at it, not for every step."""
-        return tiles.unpack(self.packed, self.bits)
+        """The weight as `nn.Linear` has it, [out, in]: for a model that looks at it, not for every step."""
+        return tiles.unpack(self.packed, self.bits).to(self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in] → […, out]."""
+        """[…, in] → […, out]. Raises `TypeError` for numbers of another dtype, which the kernels would misread."""
+        if x.dtype != self.dtype:
+            raise TypeError(f"a layer in {self.dtype} was given {x.dtype}")
         rows = x.reshape(-1, self.in_features).contiguous()
         result = self._kernels.multiply(rows, self.packed, self.bits)
         if self.bias is not None:

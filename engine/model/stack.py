@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.model import attention
+from engine.model import attention, kinds
 from engine.model.compact import CompactLinear
 from engine.model.fused import FusedLayer, Norm
 from engine.model.kernels import NativeKernels
@@ -136,4 +136,4 @@ def _is_compact(layer: Any) -> bool:
 def _attending(layer: FusedLayer) -> tuple[Any, ...]:
     """What is the same for all layers of a stack."""
     shape = (layer.qkv_proj.in_features, layer.down_proj.in_features, layer.heads, layer.kv_heads, layer.head_dim)
-    return (*shape, layer.options)
+    return (*shape, layer.options, kinds.layer_kind(layer.config, layer.layer_idx))

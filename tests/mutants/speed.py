@@ -79,7 +79,16 @@ MUTANTS = (
     Mutant("forget the bias in a stack", DECODER, "if (!matrix->bias) return;", "return;", STACKED),
     Mutant("norm no heads in a stack", DECODER, "if (!its->weight) return;", "return;", STACKED),
     Mutant("lose what the last layer adds", DECODER, "store(load(x[i]) + load(added[i]))", "x[i]", STACKED),
-    Mutant("stack layers that see different windows", STACK, "return (*shape, layer.options)", "return shape", STACKED),
+    Mutant(
+        "stack layers that see different windows", STACK, "(*shape, layer.options, kinds", "(*shape, kinds", STACKED
+    ),
+    Mutant(
+        "stack layers that attend in different ways",
+        STACK,
+        ", kinds.layer_kind(layer.config, layer.layer_idx))",
+        ")",
+        STACKED,
+    ),
     Mutant("stack what kernels do not take", STACK, "if not kernels.attends(queries, keys):", "if False:", STACKED),
     Mutant(
         "keep to a pool that has moved",

@@ -91,3 +91,9 @@ def test_other_numbers_have_no_bits_of_their_own_and_take_the_nearest(
 def test_groups_of_one_number(number: float, bits: int, grid: Grid, dtype: torch.dtype) -> None:
     found = quantise(torch.full((16, 32), number, dtype=dtype), bits, exact=True, grid=grid)
     assert torch.allclose(found.numbers(), torch.full((16, 32), number), rtol=0.004, atol=0)
+
+
+def test_a_grid_in_the_first_columns_alone_is_no_grid() -> None:
+    numbers = weight(512, 96)
+    numbers[:, :32] = 0
+    assert own_bits(numbers, FILES) is None

@@ -113,6 +113,13 @@ def test_every_shape_of_input(shape: tuple[int, ...], bits: int, bias: bool, nat
     assert torch.equal(layer(every_other), layer(every_other.contiguous()))
 
 
+def test_numbers_of_another_dtype_are_not_misread(native_kernels: Kernels) -> None:
+    layer = CompactLinear.of(weight(), 4, None, native_kernels, exact=False)
+    assert layer.weight.dtype == torch.float32
+    with pytest.raises(TypeError, match=r"^a layer in torch.float32 was given torch.bfloat16$"):
+        layer(torch.zeros(1, 96, dtype=torch.bfloat16))
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 

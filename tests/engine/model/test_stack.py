@@ -117,3 +117,10 @@ def test_layers_that_differ_or_that_kernels_do_not_take_stay_apart(
     loaded = load(name, tmp_path, **changes)
     assert not any(isinstance(each, Stack) for each in loaded.module.modules())
     selfcheck.check(loaded, tiny.make_pool(loaded))
+
+
+def test_layers_whose_attention_has_another_name_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stack transformers makes the first layer's mask alone."""
+    monkeypatch.setattr("engine.model.kinds.layer_kind", lambda _, index: f"kind {index == 2}")
+    loaded = load("llama", tmp_path)
+    assert not any(isinstance(each, Stack) for each in loaded.module.modules())
