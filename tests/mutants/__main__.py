@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.mutants import copies, mutants, speculation, tiers
+from tests.mutants import copies, mutants, speculation, speed, tiers
 from tests.mutants.mutants import Mutant
 
-MUTANTS = (*mutants.MUTANTS, *tiers.MUTANTS, *copies.MUTANTS, *speculation.MUTANTS)
+MUTANTS = (*mutants.MUTANTS, *tiers.MUTANTS, *copies.MUTANTS, *speculation.MUTANTS, *speed.MUTANTS)
 ROOT = Path(__file__).resolve().parent.parent.parent
 LEFT_OUT = (".git", ".venv", ".cache", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "node_modules")
 PASSED, FAILED = 0, 1  # pytest's exit codes; others mean that it could not run the tests
