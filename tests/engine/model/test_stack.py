@@ -97,7 +97,9 @@ def test_a_pool_of_another_size_in_the_same_place_is_found(tmp_path: Path) -> No
     expected = runner.logits(its).clone()
     pool._hold(larger)
     runner.logits(its)
-    pool._hold(larger.flatten()[: smaller.numel()].view(smaller.shape).copy_(smaller))
+    place = larger.flatten()
+    place[smaller.numel() :] = torch.nan
+    pool._hold(place[: smaller.numel()].view(smaller.shape).copy_(smaller))
     assert torch.equal(runner.logits(its), expected)
 
 
@@ -117,6 +119,14 @@ def test_layers_that_differ_or_that_kernels_do_not_take_stay_apart(
     loaded = load(name, tmp_path, **changes)
     assert not any(isinstance(each, Stack) for each in loaded.module.modules())
     selfcheck.check(loaded, tiny.make_pool(loaded))
+
+
+def test_layers_with_other_windows_stay_apart_whatever_they_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.kinds.layer_kind", lambda *_: "attention")
+    loaded = load("qwen2-window", tmp_path)
+    assert not any(isinstance(each, Stack) for each in loaded.module.modules())
 
 
 def test_layers_whose_attention_has_another_name_stay_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
