@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: a file's own codes are found again, layers compute with them, and nothing is confused."""
+"""Weights of 4 and 8 bits in bfloat16: layers compute with a file's own codes, and nothing is confused."""
 
 from __future__ import annotations
 
@@ -18,25 +18,11 @@ from engine.model.packing import PackedLinear
 from engine.model.quantised import QuantisedLinear
 from engine.served import Measures
 from tests.engine.model import tiny
+from tests.engine.model.test_codes import error, weight
 
 pytestmark = pytest.mark.skipif(not loading._cpu_multiplies_bf16(), reason="this processor does not multiply bfloat16")
 
 PLENTY = 2**40
-
-
-def weight(rows: int = 64, columns: int = 96, seed: int = 0) -> torch.Tensor:
-    """Numbers as a model has them, float32, rows of unlike sizes."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator).add(0.1)
-
-
-def from_file(kind: Kind, rows: int = 64, columns: int = 96) -> torch.Tensor:
-    """What a GGUF file of this kind says, float32."""
-    return torch.from_numpy(dequantize(quantize(weight(rows, columns).numpy(), kind), kind).copy())
-
-
-def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
